@@ -4,6 +4,7 @@ PYTHON ?= python3
 SEED ?= 0
 FUZZ ?= 10000
 FAULTS ?= 8
+PATIENCE ?= 1
 DEMO ?= runs/color_codeword-001
 DEMO_ARGS ?=
 VENV := .venv
@@ -55,7 +56,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks mutants chaos test-torchvision test-adapters test-launchers test-vllm bench-trl bench-small smoke check format docs site screenshots lock wheel test-wheel release gpu-bundle clean
+.PHONY: help $(VENV) demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks mutants chaos test-torchvision types test-adapters test-launchers test-vllm bench-trl bench-small smoke check format docs site screenshots lock wheel test-wheel release gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -110,7 +111,7 @@ test: $(STAMP) ## the quick tests, which need nothing but Python
 	$(BIN)/python -m pytest tests $(addprefix --ignore=tests/,$(ELSEWHERE)) --shapes $(SHAPED) -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal -m "not gpu and not loop and not launchers and not torchvision and not adapters and not ranks and not vllm and not browser"
 
 full: ## every suite in full: all broken families, mutants, inputs, 200 faults; takes hours
-	FULL=1 $(MAKE) check test fuzz test-torchvision test-adapters test-launchers test-vllm test-ranks mutants test-loop test-browser smoke test-wheel bench-small
+	FULL=1 $(MAKE) check test fuzz test-torchvision types test-adapters test-launchers test-vllm test-ranks mutants test-loop test-browser smoke test-wheel bench-small
 	$(MAKE) chaos FAULTS=200
 
 test-bare: ## the demo in short and the quick tests on a bare Debian: a chroot, made by debootstrap (needs root)
@@ -132,8 +133,10 @@ test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending tog
 mutants: $(STAMP) ## laws of the design, each broken in a copy of the code: tests must catch two mutants of each law (FULL=1: all)
 	$(BIN)/python tests/mutants/run.py
 
-chaos: $(STAMP) ## faults of every kind at seeded moments of a run on 2 ranks (FAULTS=8 SEED=0)
-	$(BIN)/python tests/chaos/chaos.py --faults $(FAULTS) --seed $(SEED)
+# The seed deals faults that need one testbed, and several of its kinds of disk.
+chaos: SEED = 96
+chaos: $(STAMP) ## faults of every kind at seeded moments of a run on 2 ranks (FAULTS=8 SEED=96 PATIENCE=1)
+	PATIENCE=$(PATIENCE) $(BIN)/python tests/chaos/chaos.py --faults $(FAULTS) --seed $(SEED)
 
 test-browser: $(STAMP) tokenizers ## what needs npm or Chromium: the dashboard, real tokenizers, the mini browser
 	$(BIN)/python -m pytest tests/browser -n 2 --dist loadfile
@@ -143,6 +146,9 @@ test-browser: $(STAMP) tokenizers ## what needs npm or Chromium: the dashboard, 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(CURDIR)/$(TORCHVISION) $(BIN)/python -m pytest tests/processors
 	PYTHONPATH=$(CURDIR)/$(TORCHVISION) $(BIN)/python -m pytest tests/loop/test_types.py -m torchvision
+
+types: $(STAMP) $(TORCHVISION) ## try every image-and-text type of transformers, into docs/transformers_types.md; resumes
+	PYTHONPATH=$(CURDIR)/$(TORCHVISION) $(BIN)/python -W ignore -m tests.transformers_types
 
 # Without its dependencies: the environment has them, and its torch is to stay as it is. Every
 # process declares the operators that a CUDA build lacks beside a CPU build of torch.
@@ -179,13 +185,13 @@ test-launchers: $(STAMP) .venv-launchers/.installed ## a run on Ray, on Slurm an
 	@touch $@
 
 # The suites of the generate protocol again, with vLLM as the server, and what only it has.
-test-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the generate protocol on vLLM, in an environment of its own
-	$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --timeout 600 $(VLLM_TESTS)
+test-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the generate protocol on vLLM, in an environment of its own (PATIENCE=4 scales the time limits)
+	$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --timeout 600 --patience $(PATIENCE) $(VLLM_TESTS)
 	set -e; kinds=$(if $(FULL),$$(PYTHONPATH=.:tests $(BIN)/python -c \
 		'from tests.contract.cases.anyvlm import SERVED_KINDS; print(*(f"family=anyvlm:{kind}" for kind in SERVED_KINDS))')); \
 	for way in $(VLLM_WAYS) $$kinds; do \
 		case $$way in family=*) tests="$(VLLM_FAMILY_TESTS)";; *) tests="$(VLLM_SHARD_TESTS)";; esac; \
-		$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --$$way --timeout 600 \
+		$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --$$way --timeout 600 --patience $(PATIENCE) \
 			-m "not second_server" $$tests; done
 
 # torch first: the package asks for a build that a range would not find. It brings CUDA builds that
@@ -268,7 +274,7 @@ test-wheel: wheel ## install the wheel into an empty environment and run a few s
 	sightline="$(CURDIR)/$(WHEEL_VENV)/bin/sightline"; \
 	mkdir -p "$$scratch/$(EXAMPLE)"; cp $(EXAMPLE)/*.toml "$$scratch/$(EXAMPLE)/"; \
 	cd "$$scratch"; set -x; \
-	"$$sightline" init colors; (cd colors && "$$sightline" try environment:Colors --tasks 1); \
+	"$$sightline" init colors; (cd colors && "$$sightline" try environment:ColorsEnv --tasks 1); \
 	ls "$(CURDIR)"/$(WHEEL_VENV)/lib/python*/site-packages/sightline/py.typed; \
 	"$$sightline" model tiny models/tiny; \
 	"$$sightline" sft $(EXAMPLE)/warmup.toml run.steps=3; \

@@ -49,7 +49,7 @@ from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_LEN = 4096
 SIDES = (256, 384, 512, 640)
-"""Pixels along each side of an image; requests take them in turn."""
+"""Pixels along each side of an image. Requests take them in turn."""
 WORDS = (16, 768)
 """Minimum and maximum number of characters of text in a prompt."""
 Prompt = tuple[list[int], list["Slot"]]

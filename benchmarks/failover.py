@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
                 for process in processes:
                     stack.callback(process.communicate)
                     stack.callback(process.terminate)
-                servers = {read_address(process): process for process in processes}
+                servers = {read_address(process, args.model): process for process in processes}
                 failover = Failover(args, media, servers, num_killed)
                 asyncio.run(failover.play())
             rows.append([f"{num_killed} of {num}", *failover.cells()])

@@ -166,26 +166,26 @@ def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
 
 
-def _print(one: Measured, args: argparse.Namespace) -> None:
+def _print(result: Measured, args: argparse.Namespace) -> None:
     rows = [
         [name, *_cells(latencies)]
-        for name, latencies in ({"idle server": one.idle_s} | one.loaded_s).items()
+        for name, latencies in ({"idle server": result.idle_s} | result.loaded_s).items()
     ]
     lines = [
-        f"{args.rollouts} rollouts in flight for {one.seconds:.0f} s: {one.turns} turns, "
-        f"{one.images} images in their prompts",
-        f"memory of the server, MB: {one.idle_bytes / 1e6:.0f} idle, {one.peak_bytes / 1e6:.0f} "
-        f"at its peak, {one.end_bytes / 1e6:.0f} at the end",
+        f"{args.rollouts} rollouts in flight for {result.seconds:.0f} s: {result.turns} turns, "
+        f"{result.images} images in their prompts",
+        f"memory of the server, MB: {result.idle_bytes / 1e6:.0f} idle, "
+        f"{result.peak_bytes / 1e6:.0f} at its peak, {result.end_bytes / 1e6:.0f} at the end",
     ]
     is_within_target = all(
-        percentile(t, 0.99) <= MAX_TIMES * statistics.median(t) for t in one.loaded_s.values()
+        percentile(t, 0.99) <= MAX_TIMES * statistics.median(t) for t in result.loaded_s.values()
     )
     lines.append(
         f"99th percentile at most {MAX_TIMES:g} times the median: "
         + ("yes" if is_within_target else "no")
     )
     columns = ("", "requests", "median", "99th percentile", "times the median", "worst")
-    print_table(f"{one.name}: seconds of a request for one token", columns, rows, lines)
+    print_table(f"{result.name}: seconds of a request for one token", columns, rows, lines)
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
@@ -194,7 +194,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
-def _cells(taken: list[float]) -> list[str]:
-    median, high = statistics.median(taken), percentile(taken, 0.99)
-    words = (median, high, high / median, max(taken))
-    return [str(len(taken)), *(f"{value:.3f}" for value in words)]
+def _cells(latencies: list[float]) -> list[str]:
+    median, high = statistics.median(latencies), percentile(latencies, 0.99)
+    words = (median, high, high / median, max(latencies))
+    return [str(len(latencies)), *(f"{value:.3f}" for value in words)]

@@ -150,34 +150,34 @@ def take_turns(timed: Timed, repeats: int) -> tuple[dict[str, float], dict[str, 
 
 
 def decoded_rows(found: list[Measured]) -> Iterator[list[str]]:
-    for one in found:
-        ms = one.ms
+    for image_row in found:
+        ms = image_row.ms
         other = ms.get("torchvision")
         yield [
-            one.size,
-            "yes" if one.is_resized else "no",
+            image_row.size,
+            "yes" if image_row.is_resized else "no",
             f"{ms['ours']:.2f}",
-            f"{max(ms['ours'] - ms['gather'], 0):.2f}" if one.is_resized else "-",
+            f"{max(ms['ours'] - ms['gather'], 0):.2f}" if image_row.is_resized else "-",
             f"{ms['gather']:.2f}",
             f"{ms['pillow']:.1f}",
             f"{ms['pillow'] / ms['ours']:.1f}x",
-            f"{one.wall_ms['pillow'] / one.wall_ms['ours']:.1f}x",
+            f"{image_row.wall_ms['pillow'] / image_row.wall_ms['ours']:.1f}x",
             "absent" if other is None else f"{other:.1f}",
             "-" if other is None else f"{other / ms['ours']:.1f}x",
-            f"{one.sent_mb:.2f}",
-            f"{one.float_mb:.1f}",
+            f"{image_row.sent_mb:.2f}",
+            f"{image_row.float_mb:.1f}",
         ]
 
 
 def bytes_rows(found: list[Measured]) -> Iterator[list[str]]:
-    """Yield the rows of the file table. Ours includes a digest; both decode the same way."""
-    for one in found:
+    """Yield the rows of the file table. Ours includes a digest. Both decode the same way."""
+    for image_row in found:
         for kind in ("png", "jpeg"):
-            parts = stages(one, kind)
+            parts = stages(image_row, kind)
             ours = sum(parts.values())
-            theirs = one.ms["read"] + one.ms[f"decode {kind}"] + one.ms["pillow"]
+            theirs = image_row.ms["read"] + image_row.ms[f"decode {kind}"] + image_row.ms["pillow"]
             yield [
-                one.size,
+                image_row.size,
                 kind.upper(),
                 f"{ours:.1f}",
                 *(f"{100 * parts[name] / ours:.0f}%" for name in STAGES),

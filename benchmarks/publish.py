@@ -26,6 +26,7 @@ from sightline.families import load_family
 from sightline.launch.processes import temporary_server
 from sightline.media.stored_file import open_blobs
 from sightline.rollout.client import GenerateClient
+from sightline.trainer.lora import select_published
 from sightline.trainer.run_writer import AsyncPublisher
 from sightline.trainer.watchdog import BackgroundTask
 from sightline.wire.generate import GenerateRequest, SamplingParams
@@ -74,6 +75,7 @@ class PublishTrial:
 
     publisher: AsyncPublisher
     model: torch.nn.Module
+    dtype: torch.dtype
     url: str
     lr: float
     version: int = 0
@@ -105,7 +107,8 @@ class PublishTrial:
         try:
             await client.lease(RUN, 60.0)
             began = time.perf_counter()
-            self.publisher.put(self.model, self.version, 0, tell)
+            selected = select_published(self.model, None, self.dtype)
+            self.publisher.put(selected, self.version, 0, tell)
             path, manifest = await published
             written = time.perf_counter() - began
             await client.adopt(str(path))
@@ -116,7 +119,7 @@ class PublishTrial:
             await client.close()
         assert versions is not None and versions[0].version == manifest.label
         self.publisher.background_task.wait()
-        total = sum(tensor.numel() for tensor in tensors) * self.publisher.dtype.itemsize
+        total = sum(tensor.numel() for tensor in tensors) * self.dtype.itemsize
         return total, self._count_bytes(manifest, total), written, first
 
     def _count_bytes(self, manifest: Manifest, total: int) -> float:
@@ -158,5 +161,5 @@ def open_way(args: argparse.Namespace, way: str, scratch: Path) -> Iterator[Publ
         else:
             transport, ours = "files", FilesPublisher(weights)
         task = BackgroundTask("publish")
-        publisher = AsyncPublisher(transport, ours, MODEL_DTYPES[args.dtype], task, run=RUN)
-        yield PublishTrial(publisher, model, url, args.lr)
+        publisher = AsyncPublisher(ours, task, Manifest(0, 0, [], transport=transport, run=RUN))
+        yield PublishTrial(publisher, model, MODEL_DTYPES[args.dtype], url, args.lr)

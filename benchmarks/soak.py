@@ -259,7 +259,7 @@ def measure_growth(samples: list[ProcessSample], measure: Measure) -> Growth:
 
 
 def fit_slope(points: list[tuple[float, float]]) -> Growth:
-    """Fit a line by least squares; flat if there are too few points."""
+    """Fit a line by least squares. Flat if there are too few points."""
     if len(points) < 3:
         return Growth(0.0, 0.0)
     xs, ys = zip(*points, strict=True)

@@ -129,8 +129,7 @@ class SightlineStep:
         self.learner.banned = self.learner.banned[:0]
         self.renderer = load_renderer(model, store, self.learner.family)
         self.preparer = BatchPreparer(
-            self.learner.family,
-            build_pixels(self.learner, store).materializer,
+            build_pixels(self.learner, store),
             PackSize(settings.micro_batch_tokens, settings.micro_batch_patches),
             # TRL does not report pixel digests.
             BadMediaPolicy(max_bad_fraction=0.0, allows_unverified_pixels=True),

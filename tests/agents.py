@@ -1,4 +1,4 @@
-"""Agents with the real OpenAI SDK, the worker that they talk to, and what its server saw."""
+"""Agents with the real OpenAI SDK, the worker that serves them, and a record of its requests."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class CountingStore(MediaStore):
 
 @dataclass
 class Seen:
-    """The generate requests and answers that went over a wire, in the order of the answers."""
+    """The generate requests and answers that were sent, in the order of the answers."""
 
     calls: list[tuple[GenerateRequest, GenerateResponse]] = field(default_factory=list)
 
     def check(self, trace: Trace) -> None:
-        """Every prompt and answer that the server saw is a path of the trace, and the reverse."""
-        found = sorted(
+        """Check that the prompts and answers at the server are the paths of the trace."""
+        requests = sorted(
             (
                 request.token_ids + answer.choices[0].token_ids,
                 [(s.offset, s.length, s.item.ref.digest) for s in request.slots()],
@@ -92,17 +92,17 @@ class Seen:
             )
             for request, answer in self.calls
         )
-        kept = []
+        unmatched = []
         for node in trace.turns:
             path = trace.path(node.id)
             slots = [(s.offset, s.length, s.item.ref.digest) for s in trace.slots(path)]
-            kept.append((trace.tokens(path), slots, trace.pixel_digests(path)))
-        assert found == sorted(kept)
+            unmatched.append((trace.tokens(path), slots, trace.pixel_digests(path)))
+        assert requests == sorted(unmatched)
 
 
 @asynccontextmanager
-async def wire_to(server: str, seen: Seen) -> AsyncIterator[str]:
-    """An address that passes everything on to `server`, and keeps what passes."""
+async def wire_to(server: str, recorder: Seen) -> AsyncIterator[str]:
+    """An address that forwards all requests to `server` and records them."""
     async with aiohttp.ClientSession() as session:
 
         async def pass_on(http: web.Request) -> web.Response:
@@ -111,15 +111,15 @@ async def wire_to(server: str, seen: Seen) -> AsyncIterator[str]:
             async with session.request(
                 http.method, server + http.path, data=body, headers=headers
             ) as answer:
-                said = await answer.read()
+                reply = await answer.read()
                 if http.path == "/inference/v1/generate" and answer.status == 200:
-                    seen.calls.append(
+                    recorder.calls.append(
                         (
                             msgspec.json.decode(body, type=GenerateRequest),
-                            msgspec.json.decode(said, type=GenerateResponse),
+                            msgspec.json.decode(reply, type=GenerateResponse),
                         )
                     )
-                return web.Response(body=said, status=answer.status)
+                return web.Response(body=reply, status=answer.status)
 
         app = web.Application(client_max_size=1 << 28)
         app.router.add_route("*", "/{path:.*}", pass_on)
@@ -140,30 +140,30 @@ async def listening(app: web.Application) -> AsyncIterator[str]:
 
 
 class Says(ScriptedPolicy):
-    """A policy that says given tokens, one answer after another."""
+    """A policy that returns given tokens, one answer after another."""
 
     def __init__(self, answers: Sequence[Sequence[int]]) -> None:
         super().__init__()
         self._answers: Iterator[Sequence[int]] = iter(answers)
 
     def answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
-        said = list(next(self._answers))
-        stopped = said[-1] in request.sampling_params.stop_token_ids
+        answers = list(next(self._answers))
+        stopped = answers[-1] in request.sampling_params.stop_token_ids
         choice = Choice(
             index=0,
-            token_ids=said,
+            token_ids=answers,
             finish_reason="stop" if stopped else "length",
-            logprobs=Logprobs([TokenLogprob(token, -1.0) for token in said]),
-            weight_versions=[VersionSpan("0", 0, len(said))],
+            logprobs=Logprobs([TokenLogprob(token, -1.0) for token in answers]),
+            weight_versions=[VersionSpan("0", 0, len(answers))],
         )
         return GenerateResponse(request.request_id, [choice], SightlineFields(digests))
 
 
 def spelled(renderer: Renderer, message: Message) -> list[int]:
-    """The tokens with which an assistant would say a message, the stop token included."""
+    """Return the tokens that an assistant samples for a message, including the stop token."""
     rendered = renderer.render([user("?"), message], generation_prompt=False)
-    (said,) = rendered.trained
-    return rendered.token_ids[said.start : said.stop]
+    (sampled_span,) = rendered.trained
+    return rendered.token_ids[sampled_span.start : sampled_span.stop]
 
 
 def calls(*arguments: str, content: str = "", reasoning: str | None = None) -> Message:
@@ -186,20 +186,22 @@ class Worker:
     max_tokens: int = MAX_TOKENS
     timeout_s: float = 60.0
     max_turns: int = 0
+    max_model_len: int = 0
     resolver: ImageIngestor | None = None
-    """Left out, one that knows data: and media: only."""
+    """The resolver. By default it accepts only data: and media: URLs."""
 
     @contextmanager
     def player(self, rollout: Rollout | Environment) -> Iterator[RolloutPlayer]:
         resolver = self.resolver or ImageIngestor(self.store)
         family = load_family(self.model)
         chats = PolicyChats(
-            renderer=load_renderer(self.model, self.store, family, resolver),
+            renderer=load_renderer(self.model, self.store, family, resolver, self.max_model_len),
             store=self.store,
             client=GenerateClient(self.server, deadline_s=2.0),
             modality=family.modality,
             max_tokens=self.max_tokens,
             max_turns=self.max_turns,
+            max_model_len=self.max_model_len,
             resolver=resolver,
         )
         env = rollout if isinstance(rollout, Environment) else Plays(rollout)
@@ -209,12 +211,17 @@ class Worker:
         self, rollout: Rollout | Environment, seed: int = 1, temperature: float = 1.0, **more: Any
     ) -> Trace:
         with self.player(rollout) as player:
-            try:
-                played = await player.play(
-                    RolloutRequest("r1", "g", 0, "train", seed, temperature, **more)
-                )
-            finally:
-                await player.close()
+            return await self.play_with(player, seed, temperature, **more)
+
+    async def play_with(
+        self, player: RolloutPlayer, seed: int = 1, temperature: float = 1.0, **more: Any
+    ) -> Trace:
+        try:
+            played = await player.play(
+                RolloutRequest("r1", "g", 0, "train", seed, temperature, **more)
+            )
+        finally:
+            await player.close()
         return decode_trace(encode_trace(played.trace))
 
 
@@ -225,7 +232,7 @@ async def agent(chat: Chat) -> AsyncIterator[AsyncOpenAI]:
 
 
 def picture(number: int, width: int = 32, height: int = 32) -> Image.Image:
-    """Noise that no other number gives."""
+    """Return noise that is different for every number."""
     return Image.frombytes(
         "RGB", (width, height), random.Random(number).randbytes(3 * width * height)
     )
@@ -238,7 +245,7 @@ def picture_url(number: int, width: int = 32, height: int = 32) -> str:
 
 
 def shown(number: int, words: str = "") -> dict[str, Any]:
-    """A user message with a picture of its own."""
+    """Return a user message with its own picture."""
     return {
         "role": "user",
         "content": [

@@ -1,4 +1,4 @@
-"""A chat without a model, for environments: answers come from a list, or from a function."""
+"""A chat without a model, for environments. Answers come from a list or a function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Answer = str | Message
 
 
 class ScriptedChat:
-    """Keeps what it was shown and offered."""
+    """Records the messages and tools that it receives."""
 
     def __init__(self, store: MediaStore, answers: Sequence[Answer] | Callable[[], Answer]) -> None:
         self.store = store
@@ -29,8 +29,10 @@ class ScriptedChat:
         self.seen += new_messages
         self.tools.append(tools)
         answer = self.answers()
-        said = assistant(answer) if isinstance(answer, str) else answer
-        return AssistantMessage(role="assistant", content=said.content, tool_calls=said.tool_calls)
+        reply = assistant(answer) if isinstance(answer, str) else answer
+        return AssistantMessage(
+            role="assistant", content=reply.content, tool_calls=reply.tool_calls
+        )
 
     async def ask(self, all_messages: Any, tools: Any = None) -> AssistantMessage:
         raise AssertionError

@@ -1,8 +1,8 @@
-"""Runs benchmarks in their smallest size: `make bench-small` the first eight, with `FULL=1` all.
+"""Run benchmarks in their smallest size: `make bench-small` runs the first eight, `FULL=1` all.
 
-The commands are those that docs/benchmarks.md lists, so that no documented one can break unnoticed
-for long. Most of their time was the import of torch and transformers: a server of forks has these
-already.
+The commands are those that docs/benchmarks.md lists, so that a broken one is noticed. Importing
+torch and transformers would take most of the time, so commands are forked from a server that has
+imported them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 def read_commands() -> list[list[str]]:
-    """The words of every command under the heading "Smallest sizes"."""
+    """Return the words of every command under the heading "Smallest sizes"."""
     (block,) = re.findall(r"^## Smallest sizes\n.*?```sh\n(.*?)```", PAGE.read_text(), re.M | re.S)
     return [words for line in block.splitlines() if (words := shlex.split(line, comments=True))]
 
@@ -34,7 +34,7 @@ FORKS = multiprocessing.get_context("forkserver")
 
 
 def call(words: list[str], folder: str, log: str) -> None:
-    """The command, in a process of its own."""
+    """Run the command in its own process."""
     os.chdir(folder)
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -49,14 +49,16 @@ def call(words: list[str], folder: str, log: str) -> None:
 
 
 def run_command(words: list[str], folder: str) -> bool:
-    """Runs a command, two of them at a time: their figures are not looked at."""
+    """Run a command. Two run at a time, because the figures are not used."""
     started = time.monotonic()
     with tempfile.NamedTemporaryFile("r") as log:
         process = FORKS.Process(target=call, args=(words, folder, log.name))
         process.start()
         process.join()
-        told = log.read() if process.exitcode else ""
-    print(f"{time.monotonic() - started:6.1f} s  {shlex.join(words)}\n{told}", end="", flush=True)
+        log_text = log.read() if process.exitcode else ""
+    print(
+        f"{time.monotonic() - started:6.1f} s  {shlex.join(words)}\n{log_text}", end="", flush=True
+    )
     return process.exitcode == 0
 
 

@@ -22,7 +22,7 @@ Made by `make docs` from the parsers. `sightline COMMAND --help` prints the same
 `section.key=value` behind a run file: [settings](settings.md).
 """
 HIDDEN = {"process"}
-"""Commands that the launcher calls, and people do not."""
+"""Commands that the launcher calls and users do not."""
 
 
 def describe() -> str:
@@ -33,9 +33,9 @@ def describe() -> str:
         for action in group._choices_actions
     }
     commands = {
-        name: one
+        name: subparser
         for group in find_subparsers(parser)
-        for name, one in group.choices.items()
+        for name, subparser in group.choices.items()
         if name not in HIDDEN
     }
     rows = [f"| [`{name}`](#sightline-{name}) | {summaries[name]} |" for name in commands]
@@ -58,7 +58,10 @@ def describe_command(
         helps = {action.dest: action.help or "" for action in group._choices_actions}
         if name == "sightline bench":  # whose parsers import torch before they know their options
             yield "| benchmark | measures |\n|---|---|"
-            yield "\n".join(f"| `{action}` | {told} |" for action, told in helps.items()) + "\n"
+            yield (
+                "\n".join(f"| `{action}` | {help_text} |" for action, help_text in helps.items())
+                + "\n"
+            )
             yield "Their options: `sightline bench NAME --help`; smallest and documented sizes: "
             yield "[benchmarks](benchmarks.md).\n"
             continue
@@ -67,21 +70,23 @@ def describe_command(
 
 
 def describe_argument(action: argparse.Action) -> str:
-    """A row of the table; empty for what every command has, and for the commands themselves."""
+    """Return a row of the table, or an empty string for options that every command has."""
     hidden = isinstance(action, argparse._HelpAction | argparse._SubParsersAction)
     if hidden or "--debug" in action.option_strings or action.help == argparse.SUPPRESS:
         return ""
     value = "" if action.nargs == 0 else format_value(action)
-    shown = ", ".join(action.option_strings) or value
+    name = ", ".join(action.option_strings) or value
     if action.option_strings and value:
-        shown += f" {value}"
+        name += f" {value}"
     default = "" if action.nargs == 0 or action.default in (None, [], ()) else action.default
     default = " ".join(map(str, default)) if isinstance(default, list) else str(default)
     default = "" if default == argparse.SUPPRESS else default
-    told = flow(re.sub(r"[;,]? ?\(?default:? ?%\(default\)s\)?", "", action.help or ""))
-    told = told % {"default": default, "prog": "sightline"} if "%" in told else told
+    help_text = flow(re.sub(r"[;,]? ?\(?default:? ?%\(default\)s\)?", "", action.help or ""))
+    help_text = (
+        help_text % {"default": default, "prog": "sightline"} if "%" in help_text else help_text
+    )
     default = f"`{default}`" if default else ""
-    return f"| `{shown.replace('|', chr(92) + '|')}` | {default} | {escape(told)} |"
+    return f"| `{name.replace('|', chr(92) + '|')}` | {default} | {escape(help_text)} |"
 
 
 def format_value(action: argparse.Action) -> str:
@@ -92,7 +97,7 @@ def format_value(action: argparse.Action) -> str:
 
 
 def find_subparsers(parser: argparse.ArgumentParser) -> list[argparse._SubParsersAction]:
-    return [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    return [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
 
 
 def describe_names(page: str) -> str:
@@ -101,7 +106,7 @@ def describe_names(page: str) -> str:
     for name in sightline.__all__:
         head = flow((inspect.getdoc(getattr(sightline, name)) or "").partition("\n\n")[0])
         rows.append(f"| `{name}` | {escape(head)} |")
-    table = "\n".join(["| name | is |", "|---|---|", *rows])
+    table = "\n".join(["| name | description |", "|---|---|", *rows])
     head, _, rest = page.partition("\n\n## sightline\n")
     return f"{head.partition('| name |')[0].rstrip()}\n\n{table}\n\n## sightline\n{rest}"
 

@@ -1,4 +1,4 @@
-"""Fixtures that every suite may use, and two rules: tests stay on this machine, CI skips none."""
+"""Fixtures that every suite may use. Tests use no network, and CI skips no test."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 
 # Before torch or a tokenizer is imported, and inherited by the processes that tests start: two
-# cores are shared by everything here, and nothing may look for the network.
+# cores are shared by all tests, and nothing may use the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# What is imported stays: the search for garbage need not look at it, now or later.
+# Imported modules stay, so the garbage collector does not need to scan them.
 gc.disable()
 
 # A busy machine must not fail a test, and CI always tries the same examples.
@@ -43,7 +43,7 @@ hypothesis_settings.load_profile("sightline")
 
 @pytest.fixture(scope="session")
 def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny checkpoint, Qwen-VL's unless `--family` says; do not change it."""
+    """Folder of a tiny checkpoint, Qwen-VL's unless `--family` says otherwise. Do not change it."""
     from sightline.families.registry import write_tiny
 
     path = tmp_path_factory.mktemp("models") / "tiny"
@@ -82,7 +82,9 @@ def settings(tiny_model: Path, media: MediaStore) -> ServerSpec:
 
 @pytest.fixture(scope="session")
 def odd_settings(settings: ServerSpec) -> ServerSpec:
-    """All that is off, small or unusual, in one: some servers take a minute to start."""
+    """Return settings with everything disabled, small or unusual, because some servers start
+    slowly.
+    """
     return settings.replace(
         pixel_cache_mb=0,
         feature_cache_mb=0,
@@ -96,12 +98,12 @@ def odd_settings(settings: ServerSpec) -> ServerSpec:
 
 @pytest.fixture(scope="session", autouse=True)
 def early_start(request: pytest.FixtureRequest) -> None:
-    """The vLLM servers that tests ask for begin to load with the first test, side by side."""
+    """Start the vLLM servers that the tests need with the first test, in parallel."""
     if request.config.getoption("--vllm"):
         import vllm_servers
 
-        asked = {name for item in request.session.items for name in item.fixturenames}
-        for name in sorted({"settings", "odd_settings"} & asked, reverse=True):
+        names = {name for item in request.session.items for name in item.fixturenames}
+        for name in sorted({"settings", "odd_settings"} & names, reverse=True):
             vllm_servers.start(request.getfixturevalue(name))
 
 
@@ -122,12 +124,12 @@ def shared() -> Path:
     return path
 
 
-# A test that leaves this machine fails, whatever the code under test makes of being refused. What
-# connects by other means than Python's sockets, and processes of their own, are not seen here.
+# A test that connects to another machine fails, however the code handles the refusal. Code that
+# connects without Python's sockets, and other processes, are not detected here.
 
 
 class Fence:
-    """Refuses connections to other machines and lookups of other names, and keeps the attempts."""
+    """Refuse connections to other machines and lookups of other names, and record the attempts."""
 
     def __init__(self) -> None:
         self.tried: list[str] = []
@@ -201,13 +203,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
-# In CI a skipped test is a failure, unless its reason names what CI cannot have.
+# In CI a skipped test fails, unless its reason names a resource that CI lacks.
 
 EXCUSES = ("gpu", "shared", "make full", "right to mount")
 
 
 class SkipJudge:
-    """Collects the skips that have no excuse and turns them into a failed session."""
+    """Collect skips without an allowed reason and fail the session."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -265,11 +267,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="vLLM in two shards: of every matrix, or of the requests",
     )
     parser.addoption(
+        "--patience",
+        type=float,
+        default=1.0,
+        help="scales every time limit of the tests and of the start of a vLLM server",
+    )
+    parser.addoption(
         "--shapes",
         metavar="MODULE,...",
         default="",
         help="check the annotated shapes of these modules' arrays at every call",
     )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if "vllm_servers" in sys.modules:
+        plugins = session.config.pluginmanager
+
+        def report(text: str) -> None:
+            with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
+                plugins.get_plugin("terminalreporter").write_line(text)
+
+        sys.modules["vllm_servers"].report = report
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
@@ -281,6 +300,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         gone = [item for item in items if item.get_closest_marker("torch_only")]
         items[:] = [item for item in items if item not in gone]
         config.hook.pytest_deselected(items=gone)
+    if (patience := config.getoption("--patience")) != 1.0:
+        default = config.getoption("--timeout") or float(config.getini("timeout"))
+        for item in items:
+            mark = item.get_closest_marker("timeout")
+            limit_s = mark.args[0] if mark is not None else default
+            item.add_marker(pytest.mark.timeout(limit_s * patience), append=False)
 
 
 def pytest_collection_finish() -> None:
@@ -298,6 +323,7 @@ def pytest_configure(config: pytest.Config) -> None:
         import vllm_servers
 
         vllm_servers.python = python
+        vllm_servers.start_s *= config.getoption("--patience")
         if kind := config.getoption("--shards"):
             vllm_servers.shards = {f"{kind}_parallel_size": 2}
     if modules := config.getoption("--shapes"):

@@ -1,4 +1,4 @@
-"""Edits of source code in a copy, for tests of tests: each `old` stands in its file once."""
+"""Edits of source code in a copy, for tests of tests. Each `old` occurs once in its file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 class Edit:
     file: str
     old: str
-    """Stands in the file once. Lines behind the first are indented as far as the first is."""
+    """Occurs once in the file. Later lines have the indentation of the first."""
     new: str
 
     def apply(self, folder: Path) -> None:
@@ -19,6 +19,6 @@ class Edit:
         first = [line for line in source.splitlines() if old.splitlines()[0] in line]
         starts = {"\n" + line[: len(line) - len(line.lstrip())] for line in first}
         pairs = [(old.replace("\n", start), new.replace("\n", start)) for start in starts]
-        found = [pair for pair in pairs if source.count(pair[0]) == 1]
-        assert len(found) == 1, f"{self.file} does not hold once: {self.old}"
-        (folder / self.file).write_text(source.replace(*found[0]))
+        matches = [pair for pair in pairs if source.count(pair[0]) == 1]
+        assert len(matches) == 1, f"{self.file} does not hold once: {self.old}"
+        (folder / self.file).write_text(source.replace(*matches[0]))

@@ -1,4 +1,4 @@
-"""Talks that an engine samples, and what a trainer thinks of their tokens, compared by bits."""
+"""Conversations that an engine samples, compared bit by bit with the trainer's logprobs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.generate import SamplingParams
@@ -79,13 +80,13 @@ def play(
     image_side: int = 0,
     between_turns: Any = lambda turn: None,
 ) -> list[Sample]:
-    """Groups that begin with one prompt, in flight together; each turn shows one more image."""
+    """Play groups that share a prompt, concurrently. Each turn shows one more image."""
     renderer, rng = load_renderer(model, store), random.Random(0)
     talks = []
     for i in range(groups):
-        shown = store.put(making.image(rng, image_side, image_side))
+        ref = store.put(making.image(rng, image_side, image_side))
         words = " ".join(rng.choices(making.WORDS, k=3 + 40 * (i % 3)))
-        rendered = renderer.render([user(words, shown)])
+        rendered = renderer.render([user(words, ref)])
         talks += [
             Talk(list(rendered.token_ids), list(rendered.slots), f"g{i}") for _ in range(group_size)
         ]
@@ -125,20 +126,22 @@ def prepare(
     learner: Learner, model: Path, store: MediaStore, samples: list[Sample], tokens: int, step: int
 ) -> ReadyBatch:
     """Pack the samples into micro-batches of at most `tokens` tokens."""
-    materializer = Materializer(load_family(model), store, max_bytes=1 << 28)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(tokens, 1 << 20))
+    materializer = Materializer(learner.family, store, max_bytes=1 << 28)
+    preparer = BatchPreparer(MicroBatchPixels(materializer), PackSize(tokens, 1 << 20))
     ready = preparer.prepare(Batch(step, samples), digest="").with_pixels()
     materializer.close()
     return ready
 
 
 def compare(learner: Learner, ready: ReadyBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Logprobs at the sampler and at the trainer, of the tokens of the version in training."""
-    found = []
-    for one in ready.micro_batches:
-        is_fresh = one.batch.versions.numpy() == ready.step - 1
-        found.append((one.batch.logprobs.numpy()[is_fresh], learner.score(one)[is_fresh]))
-    sampler, trainer = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    """Return the logprobs of the current version's tokens at the sampler and at the trainer."""
+    differences = []
+    for micro_batch in ready.micro_batches:
+        is_fresh = micro_batch.batch.versions.numpy() == ready.step - 1
+        differences.append(
+            (micro_batch.batch.logprobs.numpy()[is_fresh], learner.score(micro_batch)[is_fresh])
+        )
+    sampler, trainer = (np.concatenate(arrays) for arrays in zip(*differences, strict=True))
     return sampler, trainer
 
 
@@ -180,13 +183,13 @@ class Passes:
         return self._compute(index, pattern)[before : before + self.length]
 
     def train_in_tree(self, shared: int) -> torch.Tensor:
-        """The sequence as the second branch of a tree, behind one of half the rest."""
+        """Compute the sequence as the second branch of a tree."""
         branch = (self.length - shared) // 2
         index = np.concatenate([np.arange(shared + branch), np.arange(shared, self.length)])
         ends = np.full(len(index), len(index))
         ends[shared : shared + branch] = shared + branch
-        found = self._compute(index, build_attention_pattern(ends, self.device, self.dtype))
-        return torch.cat([found[:shared], found[shared + branch :]])
+        output = self._compute(index, build_attention_pattern(ends, self.device, self.dtype))
+        return torch.cat([output[:shared], output[shared + branch :]])
 
     def open(self) -> KVCache:
         return KVCache(8, 2048, self.device, self.dtype, exact=self.exact)
@@ -195,19 +198,19 @@ class Passes:
         self, kv: KVCache, counts: list[int], row: int = 0, start: int = 0, beside: int = 0
     ) -> torch.Tensor:
         """Prefill in chunks of `counts` tokens, and start other rows in each chunk's step."""
-        found = []
+        outputs = []
         for count in counts:
             rows = np.array([row, *range(row + 1, row + 1 + beside)])
             starts = np.array([start, *[0] * beside])
             tokens = np.array([count, *[5 + 11 * i for i in range(beside)]])
             plan = StepPlan(rows, starts, tokens, np.ones(len(rows), dtype=bool))
-            found.append(self._compute(plan.flat()[1], kv.build_pattern(plan))[:count])
+            outputs.append(self._compute(plan.flat()[1], kv.build_pattern(plan))[:count])
             start += count
-        return torch.cat(found)
+        return torch.cat(outputs)
 
     def decode(self, kv: KVCache, start: int, idle: int = 0) -> torch.Tensor:
         """Decode token by token from `start`, in a batch with `idle` unused places."""
-        found = []
+        outputs = []
         for at in range(start, self.length):
             plan = StepPlan(*(np.array([x]) for x in (0, at, 1, True)))
             kv.reserve(plan)
@@ -217,5 +220,5 @@ class Passes:
             seq_lens[0] = at + 1
             inputs = (torch.from_numpy(x).to(self.device) for x in (pages, seq_lens))
             index = np.array([at, *[0] * idle])
-            found.append(self._compute(index, DecodePattern(kv, *inputs))[:1])
-        return torch.cat(found)
+            outputs.append(self._compute(index, DecodePattern(kv, *inputs))[:1])
+        return torch.cat(outputs)

@@ -1,7 +1,6 @@
-"""Mutated requests for any inference server: given its address, and requests that it answers.
+"""Mutated requests for an inference server, from requests that it answers.
 
-A server passes when each is answered, or refused with a documented error; and afterwards it
-answers as before.
+The server must answer each or refuse it with a documented error, and then work as before.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def broken(body: bytes, rng: random.Random) -> bytes:
 
 @dataclass
 class Fuzzer:
-    """`requests` are paths and bodies; some may name media that is missing, broken or unreadable,
+    """`requests` are paths and bodies. Some may name media that is missing, broken or unreadable,
     and are refused as they are."""
 
     host: str
@@ -148,7 +147,7 @@ class Fuzzer:
 
 
 def _capped(body: dict[str, Any]) -> dict[str, Any]:
-    """Long answers cost time and find nothing."""
+    """Long answers take time and find no bugs."""
     params = body.get("sampling_params")
     if isinstance(params, dict) and 32 < _int(params.get("max_tokens")) < 100_000:
         return {**body, "sampling_params": {**params, "max_tokens": 32}}

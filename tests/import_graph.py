@@ -21,6 +21,7 @@ BEGIN, END = "<!-- begin: made by `make docs` -->", "<!-- end -->"
 
 ROWS = (
     ("errors",),
+    ("regular_file", "bounded_child"),
     ("config", "media", "transport"),
     ("message", "wire"),
     ("run", "render"),
@@ -107,18 +108,18 @@ def _imported(node: ast.AST, package: list[str]) -> Iterator[tuple[str, tuple[st
 
 
 def _name_called(node: ast.Call) -> str:
-    """The last name of what is called, `c` of `a.b.c()`."""
+    """Return the last name of the called function, `c` of `a.b.c()`."""
     return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
-def rooms_used(found: Import) -> list[str]:
+def rooms_used(modules: Import) -> list[str]:
     """Rooms that an import reaches; '' is the package's own public face."""
-    parts = found.module.split(".")
+    parts = modules.module.split(".")
     if parts[0] != "sightline":
         return []
     if len(parts) > 1:
         return [parts[1]]
-    return [name if name in ROW_OF else "" for name in found.names if name != "__version__"]
+    return [name if name in ROW_OF else "" for name in modules.names if name != "__version__"]
 
 
 @cache
@@ -129,8 +130,8 @@ def room_arrows() -> dict[tuple[str, str], int]:
         room = room_of(path)
         if room not in ROW_OF:
             continue
-        for found in imports_of(path):
-            for used in rooms_used(found):
+        for imported in imports_of(path):
+            for used in rooms_used(imported):
                 if used and used != room:
                     arrows[room, used] = arrows.get((room, used), 0) + 1
     return arrows
@@ -144,10 +145,10 @@ def upward_arrows() -> tuple[str, ...]:
         room = room_of(path)
         if room not in ROW_OF:
             continue
-        for found in imports_of(path):
-            for used in rooms_used(found):
+        for imported in imports_of(path):
+            for used in rooms_used(imported):
                 if used != room and (used == "" or ROW_OF[used] >= ROW_OF[room]):
-                    breaches.append(str(found))
+                    breaches.append(str(imported))
     return tuple(breaches)
 
 
@@ -161,11 +162,11 @@ def circles() -> tuple[tuple[str, ...], ...]:
     packages = {module_of(path) for path in files() if path.name == "__init__.py"}
     graph: dict[str, set[str]] = {name: set() for name in modules if name not in packages}
     for name in graph:
-        for found in imports_of(modules[name]):
-            targets = [found.module, *(f"{found.module}.{part}" for part in found.names)]
+        for imported in imports_of(modules[name]):
+            targets = [imported.module, *(f"{imported.module}.{part}" for part in imported.names)]
             for target in targets:
                 if target in packages:
-                    graph[name] |= _shown_by(modules[target], found.names)
+                    graph[name] |= _shown_by(modules[target], imported.names)
                 elif target in graph and target != name:
                     graph[name].add(target)
     edges = [(name, target) for name, targets in graph.items() for target in targets]
@@ -174,11 +175,11 @@ def circles() -> tuple[tuple[str, ...], ...]:
 
 
 def _shown_by(init: Path, names: tuple[str, ...]) -> set[str]:
-    """The modules whose names a package's `__init__` hands on."""
+    """Return the modules whose names a package's `__init__` exports."""
     return {
-        found.module
-        for found in imports_of(init)
-        if set(found.names) & set(names) and found.module.startswith("sightline.")
+        imported.module
+        for imported in imports_of(init)
+        if set(imported.names) & set(names) and imported.module.startswith("sightline.")
     }
 
 

@@ -30,7 +30,7 @@ from sightline.wire.generate import (
 
 @dataclass
 class Line:
-    """A model call as the server saw it, and what it answered."""
+    """A model call as the server received it, and the answer."""
 
     prompt_ids: list[int]
     slots: list[Slot]
@@ -52,7 +52,7 @@ class LoggingPolicy(ScriptedPolicy):
 
     sayings: Sequence[Sequence[int]]
     disorder: float = 0.4
-    """How often the tokens come in disorder."""
+    """Probability that the tokens are in random order."""
     log: list[Line] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -60,38 +60,38 @@ class LoggingPolicy(ScriptedPolicy):
 
     def answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
         rng = random.Random(request.sampling_params.seed)
-        said = list(rng.choice(self.sayings))
+        words = list(rng.choice(self.sayings))
         if rng.random() < self.disorder:
-            rng.shuffle(said)
-        said = said[: request.sampling_params.max_tokens]
+            rng.shuffle(words)
+        words = words[: request.sampling_params.max_tokens]
         stops = request.sampling_params.stop_token_ids
-        at = next((i for i, token in enumerate(said) if token in stops), None)
-        said = said if at is None else said[: at + 1]
-        is_full = len(said) == request.sampling_params.max_tokens
-        logprobs = [-float(len(self.log) + 1) - i / 1024 for i in range(len(said))]
+        at = next((i for i, token in enumerate(words) if token in stops), None)
+        words = words if at is None else words[: at + 1]
+        is_full = len(words) == request.sampling_params.max_tokens
+        logprobs = [-float(len(self.log) + 1) - i / 1024 for i in range(len(words))]
         self.log.append(
             Line(
                 request.token_ids,
                 request.slots(),
                 request.sampling_params.seed,
-                said,
+                words,
                 logprobs,
                 digests,
             )
         )
-        pairs = zip(said, logprobs, strict=True)
+        pairs = zip(words, logprobs, strict=True)
         choice = Choice(
             index=0,
-            token_ids=said,
+            token_ids=words,
             finish_reason="stop" if at is not None else "length" if is_full else "abort",
             logprobs=Logprobs([TokenLogprob(*pair) for pair in pairs]),
-            weight_versions=[VersionSpan("3", 0, len(said))],
+            weight_versions=[VersionSpan("3", 0, len(words))],
         )
         return GenerateResponse(request.request_id, [choice], SightlineFields(digests))
 
 
 def line_of(node: Node) -> int:
-    """The number of the log's line that a turn came from."""
+    """Return the index of the log entry that produced a turn."""
     return int(-node.logprobs.numpy()[0]) - 1
 
 
@@ -103,7 +103,7 @@ async def talking(
     modality: str = "image",
     max_tokens: int = 64,
 ) -> AsyncIterator[RolloutChat]:
-    """A chat with an empty trace, against `policy` behind a port of its own."""
+    """Yield a chat with an empty trace, against `policy` on its own port."""
     runner = web.AppRunner(policy.app())
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""Small real things that several suites need: images, samples, learners."""
+"""Small real objects that several suites need: images, samples, learners."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WORDS = ["red", "green", "blue", "A", "B", "C", "D", "user", "codeword", "what",
 
 
 def image(rng: random.Random, width: int = 0, height: int = 0) -> Image.Image:
-    """Noise that no two calls share."""
+    """Return noise that is different in every call."""
     width = width or rng.choice([32, 40, 64, 96])
     height = height or rng.choice([32, 48, 64])
     noise = np.frombuffer(rng.randbytes(width * height * 3), dtype=np.uint8)
@@ -50,7 +50,7 @@ def conversation(
     most_images: int = 2,
     videos: Sequence[VideoPart] = (),
 ) -> list[Message]:
-    """Turns with texts and images; some images come from the pool and are shown again, and so does
+    """Turns with texts and images. Some images come from the pool and are shown again, and so does
     one of the `videos` in every other turn."""
     messages: list[Message] = []
     for _ in range(turns):
@@ -83,13 +83,13 @@ def samples(
     materializer = Materializer(family, store, max_bytes=1 << 24)
     most = 2 if family.shows_media else 0
     pool: list[MediaRef] = []
-    made = []
+    built = []
     for i in range(count):
         talk = conversation(rng, store, pool, rng.randint(1, 3), most, videos)
         plain = build_sample(talk, renderer, f"t{seed}.{i}")
-        made.append(_trainable(plain, f"g{i // 4}", seed * 1000 + i, version, materializer))
+        built.append(_trainable(plain, f"g{i // 4}", seed * 1000 + i, version, materializer))
     materializer.close()
-    return made
+    return built
 
 
 def group(
@@ -100,7 +100,10 @@ def group(
     name: str = "group",
     videos: Sequence[VideoPart] = (),
 ) -> list[Sample]:
-    """Samples that begin alike and part at one turn or another; each trains all that was said."""
+    """Return samples that share a beginning and diverge at some turn.
+
+    Each trains all its answers.
+    """
     rng = random.Random(f"group {seed}")
     renderer, family = load_renderer(model, store), load_family(model)
     materializer = Materializer(family, store, max_bytes=1 << 24)
@@ -109,17 +112,17 @@ def group(
     talks = [conversation(rng, store, pool, 3, most, videos)]
     while len(talks) < count:
         before = rng.choice(talks)
-        kept = before[: 2 * rng.randint(1, len(before) // 2 - 1) + 1]
-        said = assistant(" ".join(rng.choices(WORDS[:2], k=rng.randint(1, 3))))
-        talks.append([*kept, said, *conversation(rng, store, pool, 1, most, videos)])
-    made = [
+        history = before[: 2 * rng.randint(1, len(before) // 2 - 1) + 1]
+        answer = assistant(" ".join(rng.choices(WORDS[:2], k=rng.randint(1, 3))))
+        talks.append([*history, answer, *conversation(rng, store, pool, 1, most, videos)])
+    samples = [
         _trainable(
             build_sample(talk, renderer, f"{name}.{i}"), name, seed * 1000 + i, 0, materializer
         )
         for i, talk in enumerate(talks)
     ]
     materializer.close()
-    return made
+    return samples
 
 
 def _trainable(
@@ -158,7 +161,7 @@ def trainer_config(**changes: object) -> TrainerConfig:
 
 
 def algorithm(**changes: object) -> GRPO:
-    """GRPO with bounds so wide that nothing is clipped, unless `loss_args` says otherwise."""
+    """Return GRPO with bounds so wide that nothing is clipped, unless `loss_args` is given."""
     wide = {"clip_low": 100.0, "clip_high": 100.0}
     return GRPO(AlgorithmConfig.model_validate({"loss_args": wide, **changes}))
 
@@ -170,11 +173,11 @@ def build_learner(*args: Any, **options: Any) -> Learner:
 
 @torch.no_grad()
 def trainer_logprobs(
-    learner: Learner, store: MediaStore, rendered: Rendered, said: Sequence[int]
+    learner: Learner, store: MediaStore, rendered: Rendered, completion: Sequence[int]
 ) -> np.ndarray:
     """Return an answer's logprobs by the trainer's own forward pass, without banned ids."""
     family, forward = learner.family, learner.forward
-    ids = [*rendered.token_ids, *said]
+    ids = [*rendered.token_ids, *completion]
     placed, _ = family.positions(len(ids), rendered.slots)
     positions = torch.from_numpy(placed.astype(np.int64))[:, None]
     features = places = None
@@ -187,15 +190,15 @@ def trainer_logprobs(
     hidden = forward.hidden(torch.tensor([ids]), positions, features, places, pattern)[0]
     logits = forward.logits(hidden[len(rendered.token_ids) - 1 : -1])
     logits[:, list(learner.pad_ids)] = float("-inf")
-    logs = torch.log_softmax(logits, -1).gather(1, torch.tensor(list(said))[:, None])[:, 0]
-    found: np.ndarray = logs.numpy()
-    return found
+    logs = torch.log_softmax(logits, -1).gather(1, torch.tensor(list(completion))[:, None])[:, 0]
+    logprobs: np.ndarray = logs.numpy()
+    return logprobs
 
 
 def publish(
     model: Any, root: Path, step: int, dtype: Any, stand: Adapter | None = None
 ) -> tuple[Path, Manifest]:
-    """A version as the trainer publishes it: copied, then written."""
+    """Publish a version like the trainer: copy it, then write it."""
     copy = HostCopy()
     copy.take(*select_published(model, stand, dtype))
     return write_weights(root, copy.tensors(), step, step, adapter=stand)

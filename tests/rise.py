@@ -1,4 +1,4 @@
-"""Whether a run has learned: `python tests/rise.py RUN [--by 0.1]` fails unless its reward rose.
+"""Check that a run has learned: `python tests/rise.py RUN [--by 0.1]` fails unless its reward rose.
 
 It reads the evaluations at the start and at the end from the run's summary.json.
 """

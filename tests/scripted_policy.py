@@ -19,6 +19,7 @@ from sightline.wire.generate import (
     GenerateResponse,
     LeaseRequest,
     Logprobs,
+    SamplingParams,
     SightlineFields,
     TokenLogprob,
     VersionSpan,
@@ -51,7 +52,7 @@ class PolicyCounts(msgspec.Struct):
     digest_bytes: int = 0
     """Bytes of `sent_bytes` that are pixel digests, one for each image of the prompt."""
     encoded_images: int = 0
-    """Encoded images in requests; there must be none."""
+    """Encoded images in requests. There must be none."""
 
 
 def count_encoded_images(data: bytes) -> int:
@@ -86,20 +87,23 @@ class ScriptedPolicy:
         return web.Response(body=answer, content_type="application/json")
 
     def answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
-        """Random text, by the seed of the request; other policies override this."""
+        """Return random text, seeded by the request. Other policies override this."""
         params = request.sampling_params
         rng = random.Random(params.seed)
+        choices = [self._draw(index, params, rng) for index in range(params.n)]
+        return GenerateResponse(request.request_id, choices, SightlineFields(digests))
+
+    def _draw(self, index: int, params: SamplingParams, rng: random.Random) -> Choice:
         sampled = [rng.randrange(NUM_TEXT_IDS) for _ in range(params.max_tokens)]
         if params.stop_token_ids:
             sampled[-1] = params.stop_token_ids[0]
-        choice = Choice(
-            index=0,
+        return Choice(
+            index=index,
             token_ids=sampled,
             finish_reason="stop" if params.stop_token_ids else "length",
             logprobs=Logprobs([TokenLogprob(token, LOGPROB) for token in sampled]),
             weight_versions=[VersionSpan(self.label, 0, len(sampled))],
         )
-        return GenerateResponse(request.request_id, [choice], SightlineFields(digests))
 
     def _count(self, body: bytes, request: GenerateRequest) -> None:
         counts = self.counts
@@ -117,7 +121,7 @@ class ScriptedPolicy:
         return web.json_response({})
 
     async def _lease(self, http: web.Request) -> web.Response:
-        """From here on it is a server of that run's own."""
+        """Lease the server to that run."""
         run = msgspec.json.decode(await http.read(), type=LeaseRequest).run
         self.label = Manifest(version=0, vision_version=0, files=[], run=run).label
         return web.json_response({})

@@ -1,4 +1,4 @@
-"""A live server in a thread of the test process, a client for it, and transformers as witness."""
+"""A live server in a thread of the test process, its client, and transformers as the reference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Client:
     modality: str = "image"
     engine: str = "torch"
     before: dict[str, float] = field(default_factory=dict)
-    """Totals of the server when the test began, where it serves many tests."""
+    """The server's totals when the test began, because a server serves many tests."""
     token: str = ""
 
     def call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, Any]:
@@ -78,7 +78,7 @@ class Client:
         return msgspec.json.decode(body, type=GenerateResponse)
 
     def refused(self, body: bytes, path: str = "/inference/v1/generate") -> ErrorBody:
-        """The error that a request is answered with."""
+        """Return the error that answers a request."""
         status, answer, headers = self.call("POST", path, body)
         error = msgspec.json.decode(answer, type=ErrorAnswer).error
         assert error.code == status
@@ -89,25 +89,25 @@ class Client:
         body = msgspec.json.encode(AdoptRequest(str(manifest)))
         status, answer, _ = self.call("POST", "/sightline/v1/adopt", body)
         assert status == 200, answer
-        found: dict[str, Any] = msgspec.json.decode(answer)
-        return found
+        reply: dict[str, Any] = msgspec.json.decode(answer)
+        return reply
 
     def get(self, path: str) -> dict[str, Any]:
         status, answer, _ = self.call("GET", path)
         assert status == 200
-        found: dict[str, Any] = msgspec.json.decode(answer)
-        return found
+        body: dict[str, Any] = msgspec.json.decode(answer)
+        return body
 
     def totals(self) -> dict[str, float]:
-        found: dict[str, float] = self.get("/sightline/v1/stats")["totals"]
-        return {name: value - self.before.get(name, 0) for name, value in found.items()}
+        counters: dict[str, float] = self.get("/sightline/v1/stats")["totals"]
+        return {name: value - self.before.get(name, 0) for name, value in counters.items()}
 
     def now(self) -> dict[str, float]:
-        found: dict[str, float] = self.get("/sightline/v1/stats")["now"]
-        return found
+        gauges: dict[str, float] = self.get("/sightline/v1/stats")["now"]
+        return gauges
 
     def wait_for(self, group: str, name: str, at_least: float, timeout_s: float = 30.0) -> None:
-        """Until a number of the server's statistics is there."""
+        """Wait until a statistic of the server has a value."""
         deadline = time.monotonic() + timeout_s
         look = self.totals if group == "totals" else self.now
         while look()[name] < at_least:
@@ -136,13 +136,13 @@ def live(settings: ServerSpec) -> Iterator[Client]:
         with vllm_servers.lend(settings) as (port, before):
             yield Client("127.0.0.1", port, modality_of(settings), "vllm", before)
     else:
-        with embedded(settings) as made:
-            yield made
+        with embedded(settings) as client:
+            yield client
 
 
 @contextmanager
 def embedded(settings: ServerSpec, store: MediaStore | None = None) -> Iterator[Client]:
-    """A server of the embedded engine, always; `store` takes the place of the settings' own."""
+    """Start a server of the embedded engine. `store` replaces the settings' own."""
     listening = bind_socket(settings.inference.host, 0)
     components = ServerComponents.load(settings, store)
     server = components.build_server(build_from_components(components))
@@ -177,10 +177,12 @@ def serve_here(
     """
     args = build_parser(["serve"]).parse_args(["serve", str(model), "--media", str(media), *more])
     names = {*ServerSpec.model_fields, *ModelConfig.model_fields, *InferenceConfig.model_fields}
-    given = {name: value for name, value in vars(args).items() if name in names}
-    settings = ServerSpec.of(**{name: value for name, value in given.items() if value is not None})
-    with embedded(settings) as made:
-        yield f"http://{made.host}:{made.port}"
+    options = {name: value for name, value in vars(args).items() if name in names}
+    settings = ServerSpec.of(
+        **{name: value for name, value in options.items() if value is not None}
+    )
+    with embedded(settings) as client:
+        yield f"http://{client.host}:{client.port}"
 
 
 def modality_of(settings: ServerSpec) -> str:
@@ -188,7 +190,7 @@ def modality_of(settings: ServerSpec) -> str:
 
 
 class Reference:
-    """transformers' own model with its own attention, one whole forward pass a question."""
+    """transformers' own model with its own attention, one forward pass per question."""
 
     def __init__(self, model: Path, store: MediaStore) -> None:
         from transformers import AutoModelForImageTextToText
@@ -223,12 +225,12 @@ class Reference:
         """Return the checkpoint's own processor outputs for the images, by array name."""
         from sightline.families.anyvlm.processor import load_processor, process
 
-        processor, found = load_processor(self.family.path), self.family.findings
-        made = [process(processor, self.store.image(slot.item.ref))[0] for slot in slots]
-        axes = {spec.name: int(spec.has_batch) for spec in found.arrays}
-        axes |= {found.grid_array: 0} if found.grid_array else {}
+        processor, findings = load_processor(self.family.path), self.family.findings
+        patches = [process(processor, self.store.image(slot.item.ref))[0] for slot in slots]
+        axes = {spec.name: int(spec.has_batch) for spec in findings.arrays}
+        axes |= {findings.grid_array: 0} if findings.grid_array else {}
         return {
-            name: torch.from_numpy(join_padded([arrays[name] for arrays in made], axis))
+            name: torch.from_numpy(join_padded([arrays[name] for arrays in patches], axis))
             for name, axis in axes.items()
         }
 
@@ -260,21 +262,21 @@ class Reference:
             suppress_tokens=list(self.renderer.pad_token_ids),
             eos_token_id=None,
         )
-        said: list[int] = out[0, len(tokens) :].tolist()
-        return said
+        completion: list[int] = out[0, len(tokens) :].tolist()
+        return completion
 
 
 def read_seen(folder: Path, family: Any) -> np.ndarray:
     """The rows that vLLM's vision tower was called with, as a hook in its worker wrote them down.
     Images that it was given whole are cut up."""
     files = sorted(folder.glob("seen-*.npy"))
-    seen = [np.load(file) for file in files]
+    arrays = [np.load(file) for file in files]
     if family.name == "anyvlm" and family.findings.rule == "lines":
         from sightline.families.anyvlm.processor import cut_patches
 
         patch = family.findings.rule_settings["patch"]
-        seen = [cut_patches(image, patch) for images in seen for image in images]
-    return np.concatenate(seen) if seen else np.empty(0)
+        arrays = [cut_patches(image, patch) for images in arrays for image in images]
+    return np.concatenate(arrays) if arrays else np.empty(0)
 
 
 def join_padded(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
@@ -289,12 +291,12 @@ def join_padded(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
 
 
 def next_turn(
-    renderer: Any, prompt: Sequence[int], slots: Sequence[Slot], said: Sequence[int], message: Any
+    renderer: Any, prompt: Sequence[int], slots: Sequence[Slot], answer: Sequence[int], message: Any
 ) -> tuple[list[int], list[Slot]]:
-    """The prompt that follows an answer."""
-    bridged = renderer.bridge(prompt, said, [message])
+    """Return the prompt that follows an answer."""
+    bridged = renderer.bridge(prompt, answer, [message])
     assert isinstance(bridged, Bridged), bridged
-    return [*prompt, *said, *bridged.token_ids], [*slots, *bridged.slots]
+    return [*prompt, *answer, *bridged.token_ids], [*slots, *bridged.slots]
 
 
 __all__ = ["GREEDY", "Client", "Family", "Reference", "Together", "live", "next_turn"]

@@ -2,7 +2,7 @@
 
 `pytest --shapes MODULE,...` decorates every function and dataclass of these modules with
 `check_shapes` as they are imported. Annotations of other kinds are the type checker's business and
-are left alone. jaxtyping says whether an array is of its annotation; its own decorator would ask at
+are left alone. jaxtyping says whether an array is of its annotation. Its own decorator would ask at
 every call, for each argument twice, which is a third of the time of a test of the engine: here
 arguments and a result of shapes that were found right once are not looked at again.
 """
@@ -47,17 +47,20 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
             hints = hints_of(function)
         if not hints or jaxtyping.config.jaxtyping_disable:
             return function(*args, **options)
-        given = (layout_of(args), *((name, layout_of(value)) for name, value in options.items()))
-        if given not in right:
+        arguments = (
+            layout_of(args),
+            *((name, layout_of(value)) for name, value in options.items()),
+        )
+        if arguments not in right:
             with jaxtyping.jaxtyped("context"):
                 check_arguments(args, options)
-            right.add(given)
+            right.add(arguments)
         result = function(*args, **options)
-        if "return" in hints and (given, layout_of(result)) not in right:
+        if "return" in hints and (arguments, layout_of(result)) not in right:
             with jaxtyping.jaxtyped("context"):
                 check_arguments(args, options)
                 check_value(result, hints["return"], f"{function.__qualname__}: what it returns")
-            right.add((given, layout_of(result)))
+            right.add((arguments, layout_of(result)))
         return result
 
     def check_arguments(args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -69,15 +72,15 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of a function that hold an array."""
-    found = {}
+    hints = {}
     for name, hint in inspect.get_annotations(function).items():
         try:
             read = eval(hint, function.__globals__) if isinstance(hint, str) else hint
         except NameError:  # imported for the type checker alone, which no array's is
             continue
         if holds_array(read):
-            found[name] = read
-    return found
+            hints[name] = read
+    return hints
 
 
 def holds_array(hint: Any) -> bool:
@@ -94,19 +97,19 @@ def layout_of(value: Any) -> object:
 
 
 def check_value(value: Any, hint: Any, where: str) -> None:
-    """Raises TypeError where an array is not of the shape that its annotation says."""
+    """Raise TypeError if an array does not have the annotated shape."""
     if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
         if isinstance(value, (torch.Tensor, np.ndarray)) and not isinstance(value, hint):
             raise TypeError(f"{where} is {value.dtype} {tuple(value.shape)}, and not {hint}")
     elif typing.get_origin(hint) in (typing.Union, types.UnionType):
-        arrays = [one for one in typing.get_args(hint) if one is not type(None)]
+        arrays = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         if value is not None and len(arrays) == 1:
             check_value(value, arrays[0], where)
     elif typing.get_origin(hint) is tuple and isinstance(value, tuple):
         inner = typing.get_args(hint)
         if len(inner) == len(value) and Ellipsis not in inner:
-            for number, (one, one_hint) in enumerate(zip(value, inner, strict=True)):
-                check_value(one, one_hint, f"{where}[{number}]")
+            for number, (arg, one_hint) in enumerate(zip(value, inner, strict=True)):
+                check_value(arg, one_hint, f"{where}[{number}]")
 
 
 class CheckingLoader(SourceFileLoader):
@@ -117,7 +120,7 @@ class CheckingLoader(SourceFileLoader):
         for node in ast.walk(tree):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 decorator = ast.parse("__import__('shape_checks').check_shapes", mode="eval").body
-                # A class once it is a dataclass; a function before it is a property.
+                # Check classes after they become dataclasses, functions before properties.
                 at = 0 if isinstance(node, ast.ClassDef) else len(node.decorator_list)
                 node.decorator_list.insert(at, decorator)
                 for part in ast.walk(decorator):

@@ -1,4 +1,4 @@
-"""A small inference server without a model: it can be busy, hang, be cut off, end and come back."""
+"""A small inference server without a model. It can be busy, hang, disconnect, end and restart."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ async def until(is_true: Callable[[], object]) -> None:
 @dataclass
 class SmallServer:
     label: str = "0"
-    """The label of the weights that it holds."""
+    """The label of its weights."""
     leased_to: str = ""
     running: int = 0
     step_s: float = 0.0
-    """How long the step under way has taken, as /health says."""
+    """Duration of the current step in /health."""
     port: int = field(default_factory=lambda: reserve_port("127.0.0.1", 0, "port"))
     asked: Counter[str] = field(default_factory=Counter)
     """Requests, by path."""
@@ -49,13 +49,13 @@ class SmallServer:
     """Statuses of the next generate requests."""
     adopted: list[str] = field(default_factory=list)
     is_store_away: bool = False
-    """Whether it cannot fetch what it is to adopt."""
+    """Whether fetching the weights to adopt fails."""
     ends_by_generating: bool = False
-    """Whether a generate request is the end of it."""
+    """Whether a generate request ends the server."""
 
     def __post_init__(self) -> None:
         self.answers = asyncio.Event()
-        """While it is not set the server hangs: nothing is answered, /health neither."""
+        """While it is not set, the server hangs and does not answer, even at /health."""
         self.generates = asyncio.Event()
         self.adopts = asyncio.Event()
         for event in (self.answers, self.generates, self.adopts):
@@ -86,7 +86,7 @@ class SmallServer:
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
 
     async def end(self) -> None:
-        """Cuts every connection and listens no more."""
+        """Close every connection and stop listening."""
         if self._runner is not None:
             for protocol in self._runner.server.connections if self._runner.server else ():
                 with suppress(Exception):
@@ -95,7 +95,7 @@ class SmallServer:
             self._runner = None
 
     async def restart(self) -> None:
-        """Comes back as a server that has just been started."""
+        """Restart as a new server."""
         await self.end()
         self.label, self.leased_to = "0", ""
         await self.start()
@@ -107,9 +107,9 @@ class SmallServer:
         return await handler(http)  # type: ignore[operator, no-any-return]
 
     async def _health(self, http: web.Request) -> web.Response:
-        said = {"release": get_release(), "version": self.label, "leased_to": self.leased_to}
+        health = {"release": get_release(), "version": self.label, "leased_to": self.leased_to}
         now = {"running": self.running, "waiting": 0, "step_s": self.step_s}
-        return web.json_response({**said, **now})
+        return web.json_response({**health, **now})
 
     async def _generate(self, http: web.Request) -> web.Response:
         request = msgspec.json.decode(await http.read(), type=GenerateRequest)
@@ -132,8 +132,8 @@ class SmallServer:
         )
 
     async def _lease(self, http: web.Request) -> web.Response:
-        asked = json.loads(await http.read())
-        if self.leased_to not in ("", asked["run"]):
+        body = json.loads(await http.read())
+        if self.leased_to not in ("", body["run"]):
             error = {
                 "type": "leased",
                 "message": f"leased to {self.leased_to}",
@@ -141,7 +141,7 @@ class SmallServer:
                 "code": 409,
             }
             return web.json_response({"error": error}, status=409)
-        self.leased_to = asked["run"] if asked["seconds"] else ""
+        self.leased_to = body["run"] if body["seconds"] else ""
         return web.json_response({})
 
     async def _adopt(self, http: web.Request) -> web.Response:

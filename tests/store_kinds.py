@@ -38,8 +38,8 @@ class FolderBacking:
     root: Path
 
     def names(self) -> list[str]:
-        found = (path for path in self.root.rglob("*") if path.is_file())
-        return sorted(str(path.relative_to(self.root)) for path in found if path.name != ".lock")
+        paths = (path for path in self.root.rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(self.root)) for path in paths if path.name != ".lock")
 
     def write(self, name: str, data: bytes) -> None:
         (self.root / name).write_bytes(data)
@@ -64,9 +64,12 @@ class BucketBacking:
         return s3_backends["123456789012"]["aws"].buckets[BUCKET].keys
 
     def names(self) -> list[str]:
-        found = [name for name in self._keys() if name.startswith(self.prefix)]
-        found = [name.removeprefix(self.prefix + "/") for name in found]
-        return sorted(name for name in found if name != ".clock")
+        keys = [name for name in self._keys() if name.startswith(self.prefix)]
+        keys = [name.removeprefix(self.prefix + "/") for name in keys]
+        return sorted(name for name in keys if name != ".clock")
+
+    def read(self, name: str) -> bytes:
+        return bytes(self._keys()[f"{self.prefix}/{name}"].value)
 
     def write(self, name: str, data: bytes) -> None:
         self._keys()[f"{self.prefix}/{name}"].value = data
@@ -88,10 +91,10 @@ class StoreKind:
     store: MediaStore
     backing: Backing
     folder: Path
-    """For a cache of another machine."""
+    """Options for a cache on another machine."""
 
     def elsewhere(self, name: str = "elsewhere") -> MediaStore:
-        """The same store as another machine sees it, with a cache of its own."""
+        """Return the same store as seen by another machine, with its own cache."""
         return open_store(self.store.root, token=TOKEN, cache_dir=self.folder / name)
 
 
@@ -123,11 +126,10 @@ def folder_kind(folder: Path, **options: Any) -> Iterator[StoreKind]:
 @contextmanager
 def http_kind(folder: Path, **options: Any) -> Iterator[StoreKind]:
     from sightline.launch.media_service import build_media_app
-    from sightline.transport.http_server import RequestGuard
 
     served = MediaStore(folder / "served")
     served.check_writable()
-    with serve(build_media_app(served, RequestGuard("127.0.0.1", TOKEN))) as address:
+    with serve(build_media_app(served, "127.0.0.1", TOKEN)) as address:
         given = {"token": TOKEN, "cache_dir": folder / "cache", **options}
         yield StoreKind(open_store(address, **given), FolderBacking(folder / "served"), folder)
 
@@ -146,8 +148,8 @@ def s3_server() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in names.items():
             patch.setenv(name, value)
-        asked = urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")
-        urllib.request.urlopen(asked).close()
+        request = urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(request).close()
         try:
             yield endpoint
         finally:
@@ -172,7 +174,7 @@ def get_endpoint(kind: StoreKind) -> str:
 
 
 def behind(kind: StoreKind, proxy: str, patch: pytest.MonkeyPatch, **options: Any) -> MediaStore:
-    """The same store, asked through `proxy`, with a cache of its own."""
+    """Open the same store through `proxy`, with its own cache."""
     address = str(kind.store.root)
     if urlsplit(address).scheme == "http":
         address = proxy

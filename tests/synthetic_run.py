@@ -1,8 +1,8 @@
-"""A run directory of any size that looks like one: for benchmarks, tests and screenshots.
+"""A realistic run directory of any size, for benchmarks, tests and screenshots.
 
-Nothing is trained. Rollouts are made of a few hundred conversations, so that a hundred thousand
-are written within seconds; rewards rise, some rollouts break, sampler and trainer disagree a
-little more the farther a token stands from its image.
+Nothing is trained. Rollouts repeat a few hundred conversations, so that 100,000 are written within
+seconds. Rewards rise and some rollouts break. The mismatch grows with a token's distance from its
+image.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _write_config(run_dir: RunDir, size: SyntheticSize) -> None:
 
 
 def _draw_image(rng: random.Random, number: int) -> Image.Image:
-    """Something like a page of a shop."""
+    """Draw a page that resembles a shop."""
     width, height = SIZES[number % len(SIZES)]
     image = Image.new("RGB", (width, height), (250, 250, 248))
     draw = ImageDraw.Draw(image)
@@ -134,17 +134,17 @@ def _draw_image(rng: random.Random, number: int) -> Image.Image:
 
 
 def _build_conversation(rng: random.Random, refs: list[MediaRef]) -> list[Node]:
-    """Turns with an image each; in one of eight a turn is asked again, which forks."""
+    """Return turns with one image each. In one of eight, a turn is asked again, which forks."""
     nodes: list[Node] = []
     parent = -1
     forks = rng.random() < 1 / 8
     for turn in range(NUM_TURNS):
-        asked = _build_user_node(rng, nodes, parent, rng.choice(refs), turn)
-        nodes.append(asked)
-        nodes.append(_build_assistant_node(rng, nodes, asked.id, turn))
+        user_node = _build_user_node(rng, nodes, parent, rng.choice(refs), turn)
+        nodes.append(user_node)
+        nodes.append(_build_assistant_node(rng, nodes, user_node.id, turn))
         parent = nodes[-1].id
         if forks and turn == 1:
-            nodes.append(_build_assistant_node(rng, nodes, asked.id, turn))
+            nodes.append(_build_assistant_node(rng, nodes, user_node.id, turn))
             parent = nodes[-1].id
     return nodes
 
@@ -254,7 +254,7 @@ def _write_events(
     totals: Counter[str],
 ) -> None:
     rewards = [trace.reward for trace in traces if trace.reward is not None]
-    shown = NUM_TURNS * size.rollouts_per_step
+    num_images = NUM_TURNS * size.rollouts_per_step
     at = START_TIME + 20 * step
     values = {
         "steps_total": size.steps,
@@ -269,7 +269,7 @@ def _write_events(
         "verdicts": dict(totals),
         "bad_media": totals["broken"],
         "tokens_per_s": 2400 + 300 * math.sin(step / 7),
-        "images_shown": shown * step,
+        "images_shown": num_images * step,
         "images_stored": size.images,
         "seconds": 20.0,
         "eta_s": 20.0 * (size.steps - step),

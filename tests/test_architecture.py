@@ -1,6 +1,6 @@
-"""The architecture is a test: import rows, addresses of libraries, sizes, settings, the map.
+"""The architecture as a test: import rows, heavy libraries, sizes, settings, the import graph.
 
-Rows and addresses are those of the design. Each test collects every breach and shows them all.
+Each test collects and shows every violation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 80
 
 LAST_PUBLIC_ROW = ROW_OF["launch"]
-"""`sightline/__init__.py` shows names from here upwards."""
+"""`sightline/__init__.py` exports names from here upwards."""
 
 TORCH_ADDRESSES = (
     "compute/*",
@@ -55,6 +55,7 @@ TORCH_ADDRESSES = (
     "families/kernel_trial.py",
     "families/*/forward.py",
     "families/*/packing_trial.py",
+    "families/*/weights_trial.py",
     "families/*/probe.py",
     "families/*/processor.py",
     "families/*/tiny.py",
@@ -77,6 +78,7 @@ ADDRESSES = {
         "families/*/image_tokens.py",
         "families/*/probe.py",
         "families/*/processor.py",
+        "families/*/weights_trial.py",
         "envs/*",
         "view/*",
         "bench/*",
@@ -84,14 +86,16 @@ ADDRESSES = {
 }
 ENVIRONMENT_READERS = (
     "launch/*", "run/machine.py", "cli/process.py", "envs/verifiers.py", "config/secret_refs.py",
+    "render/template.py",
 )  # fmt: skip
 """Files that may touch os.environ: a child's thread budget must stand there before it imports, and
-verifiers takes the key of an endpoint from there alone; settings name where secrets are."""
+verifiers takes the key of an endpoint from there alone; settings name where secrets are; the child
+that renders templates gets a few harmless ones."""
 
 
-def library_of(found: Import) -> str:
-    """`safetensors.torch` and the like bring the library that they are named after."""
-    parts = found.module.split(".")
+def library_of(name: Import) -> str:
+    """`safetensors.torch` and similar modules import the library in their name."""
+    parts = name.module.split(".")
     return next((part for part in parts if part in ADDRESSES), parts[0])
 
 
@@ -127,7 +131,7 @@ def test_every_file_is_in_a_package_of_the_design() -> None:
 
 
 def test_public_api_exposes_no_command() -> None:
-    used = [room for found in imports_of(SRC / "__init__.py") for room in rooms_used(found)]
+    used = [room for imported in imports_of(SRC / "__init__.py") for room in rooms_used(imported)]
     assert [room for room in used if ROW_OF[room] > LAST_PUBLIC_ROW] == []
 
 
@@ -135,23 +139,35 @@ def test_one_family_does_not_import_another() -> None:
     breaches = []
     for path in (SRC / "families").glob("*/**/*.py"):
         own = path.relative_to(SRC / "families").parts[0]
-        for found in imports_of(path):
-            parts = found.module.split(".")
+        for imported in imports_of(path):
+            parts = imported.module.split(".")
             other = parts[2] if parts[:2] == ["sightline", "families"] and len(parts) > 2 else own
             if other in family_folders() and other != own:
-                breaches.append(str(found))
+                breaches.append(str(imported))
     assert breaches == []
 
 
 def test_heavy_libraries_are_imported_only_in_allowed_modules() -> None:
     breaches = [
-        str(found)
+        str(imported)
         for path in files()
-        for found in imports_of(path)
-        if library_of(found) in ADDRESSES and not found.for_types
-        if not any(fnmatch(found.file, address) for address in ADDRESSES[library_of(found)])
+        for imported in imports_of(path)
+        if library_of(imported) in ADDRESSES and not imported.for_types
+        if not any(fnmatch(imported.file, address) for address in ADDRESSES[library_of(imported)])
     ]
     assert breaches == []
+
+
+PREFETCHING = ("feed.py", "micro_batch_pixels.py", "sft.py", "conversations.py", "bad_media.py")
+"""Modules of the trainer whose threads make buffers that another thread frees."""
+
+
+def test_prefetching_modules_do_not_import_torch() -> None:
+    """Their buffers come from `device_copy.allocate_rows`, which says why."""
+    found = [found for path in files() for found in imports_of(path)]
+    names = {f"trainer/{name}" for name in PREFETCHING}
+    assert names <= {one.file for one in found}
+    assert [str(one) for one in found if one.file in names and library_of(one) == "torch"] == []
 
 
 def family_folders() -> list[str]:
@@ -285,6 +301,27 @@ def test_settings_are_not_passed_in_environment_variables() -> None:
         if isinstance(node, ast.Attribute)
         and node.attr in ("environ", "getenv", "putenv")
         and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
+    ]
+    assert breaches == []
+
+
+def test_files_are_read_only_through_regular_file() -> None:
+    """Other ways to open a file wait for a pipe's writer."""
+
+    def reads(call: ast.Call) -> bool:
+        if isinstance(call.func, ast.Attribute):
+            return call.func.attr in ("read_bytes", "read_text")
+        words = [ast.unparse(argument) for argument in call.args]
+        is_new_file = words[1:] and words[1].strip("'") in ("w", "wb", "xb")
+        is_checked = words[0].startswith("os.open(") if words else False
+        return ast.unparse(call.func) == "open" and not is_new_file and not is_checked
+
+    breaches = [
+        f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}"
+        for path in files()
+        if name_of(path) not in ("regular_file.py", "cli/init.py")  # the package's own templates
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and reads(node)
     ]
     assert breaches == []
 
@@ -424,13 +461,13 @@ PATCHED = {
     "unit/trainer/test_process.py": "when an orchestrator is lost, and the seconds of its silence",
     "unit/view/test_images_in_use.py": "a writer that finishes in the middle of a search",
 }
-"""Tests that put something in the place of our own code, and what for. Faults at an exact moment
+"""Tests that patch our own code, and what they patch. Faults at an exact moment
 (tests/ranks/faults, tests/chaos/slow_disk) are injected by the interpreter's sitecustomize."""
 
 
 def test_own_code_is_patched_only_in_listed_tests() -> None:
     tests = ROOT / "tests"
-    found = set()
+    patched = set()
     for path in tests.rglob("test_*.py"):
         text = path.read_text()
         if "monkeypatch.setattr" not in text:
@@ -450,8 +487,8 @@ def test_own_code_is_patched_only_in_listed_tests() -> None:
                 and ast.unparse(node.func) == "monkeypatch.setattr"
                 and ast.unparse(node.args[0]).split(".")[0] in ours
             ):
-                found.add(path.relative_to(tests).as_posix())
-    assert found == set(PATCHED)
+                patched.add(path.relative_to(tests).as_posix())
+    assert patched == set(PATCHED)
 
 
 WALL_CLOCK = {
@@ -463,7 +500,7 @@ WALL_CLOCK = {
     "media": ("cache.py", "store.py"),
     "orchestrator": ("rollout_scheduler.py", "step_metrics.py"),
     "rollout": ("model_chat.py", "openai_completions.py", "player.py"),
-    "render": ("template.py",),
+    "render": ("template_child.py",),
     "run": ("events.py",),
     "trainer": ("loop.py", "publish.py"),
 }
@@ -476,10 +513,12 @@ Leases, limits, heartbeats and orders use monotonic clocks, numbers and versions
 
 def test_no_decision_depends_on_clocks_of_two_machines() -> None:
     known = {f"{room}/{file}" for room, names in WALL_CLOCK.items() for file in names}
-    found = {
+    clock_users = {
         str(path.relative_to(SRC))
         for path in files()
         if re.search(r"\btime\.time(_ns)?\b|datetime\.now|utcnow", path.read_text())
     }
-    shown = {name for name in found if name.startswith(("view/", "bench/", "cli/"))}
-    assert found - shown <= known, "say in WALL_CLOCK why it does no harm, or use time.monotonic"
+    display_files = {name for name in clock_users if name.startswith(("view/", "bench/", "cli/"))}
+    assert clock_users - display_files <= known, (
+        "say in WALL_CLOCK why it does no harm, or use time.monotonic"
+    )

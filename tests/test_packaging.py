@@ -26,13 +26,13 @@ def requirements() -> list[Requirement]:
 
 def constraints() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    found = dict(line.split("==") for line in lines if not line.startswith("#"))
-    assert len(found) == len([line for line in lines if not line.startswith("#")])
-    return found
+    parts = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert len(parts) == len([line for line in lines if not line.startswith("#")])
+    return parts
 
 
 def test_no_dependency_is_a_path_or_an_address() -> None:
-    assert [str(found) for found in requirements() if found.url] == []
+    assert [str(requirement) for requirement in requirements() if requirement.url] == []
 
 
 def test_every_dependency_of_the_package_has_an_upper_bound() -> None:
@@ -62,20 +62,22 @@ def test_the_lock_file_pins_a_training_installation_with_hashes() -> None:
     assert {n: v for n, v in locked.items() if versions.get(n, v) != v} == {}
     extras = PROJECT["optional-dependencies"]
     wanted = [Requirement(line) for line in (*PROJECT["dependencies"], *extras["train"])]
-    names = {canonicalize_name(found.name) for found in wanted} - {NAME}
+    names = {canonicalize_name(pinned.name) for pinned in wanted} - {NAME}
     assert names - locked.keys() == set()
 
 
 def test_the_tested_versions_fit_the_ranges() -> None:
     versions = constraints()
-    for found in requirements():
-        name = canonicalize_name(found.name)
+    for requirement in requirements():
+        name = canonicalize_name(requirement.name)
         if name != NAME:
-            assert found.specifier.contains(versions[name]), f"{found} but {versions[name]}"
+            assert requirement.specifier.contains(versions[name]), (
+                f"{requirement} but {versions[name]}"
+            )
 
 
 def test_install_commands_name_sightline_rl() -> None:
-    """`sightline` on the registry is a package of somebody else."""
+    """`sightline` on PyPI is another project's package."""
     assert PROJECT["name"] == NAME
     stranger = re.compile(r"(pip install[^\n]*['\" ]sightline(?!-rl)\b|\bsightline\[\w)")
     breaches, extras = [], set()
@@ -133,7 +135,7 @@ def test_workflow_runs_the_same_targets_as_ci() -> None:
     stages = re.search(r"^stages=\((.*?)\)$", (ROOT / ".ci" / "run").read_text(), re.M | re.S)
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     targets = [
-        one for group in re.findall(r"target: \[(.*)\]", workflow) for one in group.split(", ")
+        part for group in re.findall(r"target: \[(.*)\]", workflow) for part in group.split(", ")
     ]
     targets += re.findall(r"make ([a-z-]+)$", workflow, re.M)
     assert stages

@@ -36,7 +36,7 @@ STEP, TRAINED = 3, 2
 
 
 def write_run(path: Path, model: str = "") -> RunDir:
-    """`model` is the path that the settings say; the folder is `checkpoint` of the run."""
+    """`model` is the path in the settings. The folder itself is the run's `checkpoint`."""
     run_dir = write_synthetic_run(path, SIZE)
     folder = path / "checkpoint"
     (folder / "config.json").write_text('{"model_type": "none"}')
@@ -55,7 +55,7 @@ def write_run(path: Path, model: str = "") -> RunDir:
     for step in range(1, STEP + 1):
         traces = list(read_traces(run_dir.traces_of(step)))
         scored = [trace for trace in traces if trace.reward is not None]
-        samples = [one for trace in scored for one in flatten(trace, lambda node: 1.0)]
+        samples = [sample for trace in scored for sample in flatten(trace, lambda node: 1.0)]
         ids = {"train": [trace.id for trace in scored]}
         announced.append(
             run_state.write_step(Batch(step, samples), traces, ids, 2 * step, [2 * step])
@@ -68,8 +68,8 @@ def write_run(path: Path, model: str = "") -> RunDir:
     checkpoints = CheckpointStore(run_dir.checkpoints, keep=2)
     part = checkpoints.part(TRAINED)
     part.mkdir()
-    held = {f"model/{name}": tensor for name, tensor in tensors.items()}
-    snapshot = ShardSnapshot(held, {name: (0, len(tensor)) for name, tensor in held.items()})
+    state = {f"model/{name}": tensor for name, tensor in tensors.items()}
+    snapshot = ShardSnapshot(state, {name: (0, len(tensor)) for name, tensor in state.items()})
     files = snapshot.write(part, f"rank_{SINGLE_RANK.rank:03d}")
     checkpoints.complete(CheckpointManifest(TRAINED, 0, files))
     best = BestCheckpoint(folder, run_dir.checkpoints / "best", run_state)

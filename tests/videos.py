@@ -10,7 +10,7 @@ import av
 import numpy as np
 
 EXACT = ("libx264rgb", "rgb24", {"qp": "0"})
-"""A codec that gives back the very pixels that it was given, its pixel format and options."""
+"""A lossless codec, with its pixel format and options."""
 CODECS: dict[str, tuple[str, str, dict[str, str]]] = {
     "mp4": EXACT,
     "webm": ("libvpx-vp9", "yuv420p", {"lossless": "1"}),
@@ -25,7 +25,7 @@ def noise_frames(count: int, width: int = 64, height: int = 64, seed: int = 0) -
 def encode_video(
     frames: np.ndarray | Sequence[Any], container: str = "mp4", fps: int = 4, codec: Any = None
 ) -> bytes:
-    """The bytes of a file of these frames."""
+    """Return the bytes of a file of these frames."""
     name, pixels, options = codec or CODECS[container]
     out = io.BytesIO()
     with av.open(out, "w", format=container) as file:
@@ -33,8 +33,8 @@ def encode_video(
         stream.height, stream.width = np.asarray(frames[0]).shape[:2]
         stream.pix_fmt = pixels
         for frame in frames:
-            shown = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
-            for packet in stream.encode(shown):
+            video_frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            for packet in stream.encode(video_frame):
                 file.mux(packet)
         for packet in stream.encode():
             file.mux(packet)

@@ -1,6 +1,6 @@
 """vLLM servers that the tests of a session share: one takes a minute to start.
 
-`python` is the interpreter that has vLLM (`--vllm PATH`); without one the embedded engine serves.
+`python` is the interpreter that has vLLM (`--vllm PATH`). Without one the embedded engine serves.
 `shards` are settings of how it shares its work (`--shards`).
 """
 
@@ -12,7 +12,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,11 @@ from sightline.inference.server_spec import ServerSpec
 
 python = ""
 shards: dict[str, int] = {}
-START_S = 600
+start_s = 600.0
+"""Time limit of a server's start; `--patience` scales it."""
+REPORT_EVERY_S = 30.0
+report: Callable[[str], object] = print
+"""Shows how far the start of a server is."""
 HOOKS = Path(__file__).parent / "vllm" / "hooks"
 _servers: dict[str, Server] = {}
 
@@ -40,10 +44,15 @@ class Server:
         return self.folder / "server.log"
 
     def wait(self, path: str = "/health", name: str = "status") -> None:
-        deadline = time.monotonic() + START_S
+        began, num_reports = time.monotonic(), 0
         while not self.is_ready:
-            assert self.process.poll() is None, self.log.read_text(errors="replace")[-6000:]
-            assert time.monotonic() < deadline, self.log.read_text(errors="replace")[-6000:]
+            log, waited_s = self.log.read_text(errors="replace"), time.monotonic() - began
+            assert self.process.poll() is None, log[-6000:]
+            assert waited_s < start_s, f"not ready in {start_s:g} s (--patience): {log[-6000:]}"
+            if waited_s > (num_reports + 1) * REPORT_EVERY_S:
+                num_reports += 1
+                last = (log.splitlines() or [""])[-1][-120:]
+                report(f"vLLM starts since {waited_s:.0f} of {start_s:g} s: {last}")
             try:
                 self.is_ready = bool(self.call("GET", path)[name])
             except OSError:
@@ -64,7 +73,7 @@ class Server:
         return json.loads(data)
 
     def go_back(self) -> None:
-        """To the weights of the checkpoint, as version 0."""
+        """Restore the checkpoint's weights, as version 0."""
         if self.call("GET", "/health")["version"] != "0":
             self.call("POST", "/sightline/v1/adopt", {"manifest": str(self._first_weights())})
 
@@ -85,7 +94,7 @@ class Server:
 
 
 def start(settings: ServerSpec) -> Server:
-    """A server with `settings`, the one that is there or one that begins to load."""
+    """Return a server with `settings`: a running one, or one that begins to load."""
     from sightline.inference.vllm_plugin import LOGITS_PROCESSOR, MIDDLEWARE
     from sightline.inference.vllm_plugin.command import build_vllm_command, build_vllm_environ
     from sightline.launch.processes import reserve_port
@@ -99,7 +108,7 @@ def start(settings: ServerSpec) -> Server:
         words = build_vllm_command(settings, os.path.abspath(python))
         # In addition to ours, one that records the vision tower's inputs.
         words.insert(words.index(LOGITS_PROCESSOR) + 1, "seen_by_tower:Watch")
-        # Inside our own, one that writes down what vLLM's application gets.
+        # Inside our own middleware, one that records the requests to vLLM's application.
         at = words.index(MIDDLEWARE) - 1
         words[at:at] = ["--middleware", "reached.Watch"]
         path = os.pathsep.join([str(HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -117,14 +126,14 @@ def start(settings: ServerSpec) -> Server:
 
 
 def forget(server: Server) -> None:
-    """It was ended by a test; the next that asks gets another."""
+    """A test ended the server. The next test that needs it gets a new one."""
     for name in [name for name, other in _servers.items() if other is server]:
         del _servers[name]
 
 
 @contextmanager
 def lend(settings: ServerSpec) -> Iterator[tuple[int, dict[str, float]]]:
-    """Its port, and its totals so far. It has the weights of the checkpoint, and is idle."""
+    """Yield the port and totals of an idle server with the checkpoint's weights."""
     server = start(settings)
     server.wait()
     server.go_back()

@@ -81,15 +81,15 @@ def line_chart(
     height: int = 280,
 ) -> str:
     """Return an SVG chart. `y_range` is widened to contain all values."""
-    drawn = [(one, one.drawn()) for one in series]
-    bars = [[(x, y) for x, *ends in _error_bars(one) for y in ends] for one in series]
+    drawn = [(line, line.drawn()) for line in series]
+    bars = [[(x, y) for x, *ends in _error_bars(line) for y in ends] for line in series]
     plane = _build_plot_area([*(points for _, points in drawn), *bars], y_range, width, height)
     body = [f'<text class="title" x="{_LEFT}" y="18">{escape(title)}</text>']
     if plane:
         body += _draw_axes(plane, x_label)
-        for one, points in drawn:
-            body += _draw_series(one, points, plane)
-        body += _draw_legend([one for one, points in drawn if points])
+        for line, points in drawn:
+            body += _draw_series(line, points, plane)
+        body += _draw_legend([line for line, points in drawn if points])
     else:
         body.append(
             f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">nothing measured</text>'
@@ -101,11 +101,11 @@ def line_chart(
     )
 
 
-def _error_bars(one: Series) -> list[tuple[float, float, float]]:
+def _error_bars(line: Series) -> list[tuple[float, float, float]]:
     """Return the x, low end and high end of each bar."""
-    if not one.bars:
+    if not line.bars:
         return []
-    return [(x, *ends) for (x, _), ends in zip(one.points, one.bars, strict=True)]
+    return [(x, *ends) for (x, _), ends in zip(line.points, line.bars, strict=True)]
 
 
 def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[Point]:
@@ -182,19 +182,19 @@ def _draw_axes(plane: _PlotArea, x_label: str) -> list[str]:
     return parts
 
 
-def _draw_series(one: Series, points: Sequence[Point], plane: _PlotArea) -> list[str]:
-    colour = one.colour % NUM_COLOURS
+def _draw_series(line: Series, points: Sequence[Point], plane: _PlotArea) -> list[str]:
+    colour = line.colour % NUM_COLOURS
     placed = [(plane.x(x), plane.y(y)) for x, y in points]
     parts: list[str] = []
-    if one.look != "dots" and len(placed) > 1:
+    if line.look != "dots" and len(placed) > 1:
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in placed)
-        parts.append(f'<path class="{one.look} k{colour}" d="{path}"/>')
-    if one.look == "dots" or (one.look == "line" and len(placed) <= _MOST_DOTS):
-        radius = 4.5 if one.look == "dots" else 2.5
+        parts.append(f'<path class="{line.look} k{colour}" d="{path}"/>')
+    if line.look == "dots" or (line.look == "line" and len(placed) <= _MOST_DOTS):
+        radius = 4.5 if line.look == "dots" else 2.5
         parts += [
             f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>' for x, y in placed
         ]
-    for x, low, high in _error_bars(one):
+    for x, low, high in _error_bars(line):
         ends = f'y1="{plane.y(low):.1f}" y2="{plane.y(high):.1f}"'
         at = f"{plane.x(x):.1f}"
         parts.append(f'<line class="k{colour}" x1="{at}" x2="{at}" {ends} opacity=".6"/>')
@@ -202,17 +202,17 @@ def _draw_series(one: Series, points: Sequence[Point], plane: _PlotArea) -> list
 
 
 def _draw_legend(series: Sequence[Series]) -> list[str]:
-    """Draw one entry for each series; a single series needs none."""
+    """Draw one entry for each series. A single series needs none."""
     if len(series) < 2:
         return []
     parts: list[str] = []
     x = float(_LEFT)
-    for one in series:
-        colour = one.colour % NUM_COLOURS
-        if one.look == "dots":
+    for line in series:
+        colour = line.colour % NUM_COLOURS
+        if line.look == "dots":
             mark = f'<circle class="f{colour}" cx="{x + 9}" cy="32" r="4.5"/>'
         else:
-            mark = f'<path class="{one.look} k{colour}" d="M{x} 32h18"/>'
-        parts.append(f'{mark}<text x="{x + 24}" y="36">{escape(one.name)}</text>')
-        x += 42 + 6.6 * len(one.name)
+            mark = f'<path class="{line.look} k{colour}" d="M{x} 32h18"/>'
+        parts.append(f'{mark}<text x="{x + 24}" y="36">{escape(line.name)}</text>')
+        x += 42 + 6.6 * len(line.name)
     return parts

@@ -114,7 +114,7 @@ class Sampler:
         self, model: ModelConfig, env: Environment, store: MediaStore, device: str, rows: int,
         filter_name: str = "",
     ) -> None:  # fmt: skip
-        """Start the engine. `filter_name` is Pillow's name of the resize filter; empty for the
+        """Start the engine. `filter_name` is Pillow's name of the resize filter, empty for the
         checkpoint's own."""
         spec = ServerSpec.of(
             **model.model_dump(),

@@ -134,12 +134,12 @@ def measure_engine(
     finally:
         engine.stop()
         engine.join(60)
-    found = {name: after[name] - before[name] for name in after}
-    steps = max(found["decode_steps"], 1)
+    busy_seconds = {name: after[name] - before[name] for name in after}
+    steps = max(busy_seconds["decode_steps"], 1)
     return DecodeSpeed(
-        rows=found["decode_tokens"] / steps,
-        keys=found["decode_keys"] / steps,
-        step_ms=found["decode_seconds"] / steps * 1e3,
+        rows=busy_seconds["decode_tokens"] / steps,
+        keys=busy_seconds["decode_keys"] / steps,
+        step_ms=busy_seconds["decode_seconds"] / steps * 1e3,
         tokens_per_s=(sampled - before["sampled_tokens"]) / seconds,
         weight_bytes=weights,
         key_bytes=engine.runner.kv.token_bytes,
@@ -148,7 +148,7 @@ def measure_engine(
 
 
 def _take_finished(done: queue.SimpleQueue[list[EngineRequest]]) -> int:
-    """Wait for requests to finish, and return their number; raise if one failed."""
+    """Wait for requests to finish, and return their number. Raise if one failed."""
     finished = done.get()
     for error in filter(None, (request.error for request in finished)):
         raise error

@@ -94,7 +94,7 @@ class GrainyCodeword(ColorCodeword):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The differences between sampler and trainer; by default only rounding."""
+    """The differences between sampler and trainer. By default only rounding."""
 
     is_exact: bool = False
     """Whether the sampler's logprobs are treated as bit-identical to the trainer's."""
@@ -103,11 +103,11 @@ class Mismatch:
     stale_features: int = 0
     """Versions by which the sampler's vision tower is older than its text model."""
     filter: str = ""
-    """Pillow's name of the sampler's resize filter; empty for the trainer's."""
+    """Pillow's name of the sampler's resize filter. Empty for the trainer's."""
     lag: int = 0
     """Versions between sampling and training."""
     dtype: str = ""
-    """Precision of the sampler; empty for the trainer's."""
+    """Precision of the sampler. Empty for the trainer's."""
 
 
 def uncorrected(inputs: LossInputs) -> LossOutput:
@@ -150,11 +150,11 @@ class Versions:
         parameters = self._learner.forward.model.named_parameters()
         tensors = {name: full_tensor(p.detach()).float().cpu().clone() for name, p in parameters}
         self._towers[version] = {name: tensors[name] for name in self._vision}
-        seen = max(0, version - self._stale)
-        tensors |= self._towers[seen]
-        for old in [v for v in self._towers if 0 < v <= seen and v != version]:
+        tower_version = max(0, version - self._stale)
+        tensors |= self._towers[tower_version]
+        for old in [v for v in self._towers if 0 < v <= tower_version and v != version]:
             del self._towers[old]
-        path, _ = write_weights(self._folder, tensors, version, seen)
+        path, _ = write_weights(self._folder, tensors, version, tower_version)
         self.paths.append(path)
 
     def forget(self, version: int) -> None:
@@ -215,10 +215,10 @@ def compute_gradient(learner: Learner, loss: LossFunction, ready: ReadyBatch) ->
     return torch.cat(gradients).double()
 
 
-def compare_gradients(found: Tensor, true: Tensor) -> tuple[float, float]:
+def compare_gradients(gradient: Tensor, true: Tensor) -> tuple[float, float]:
     """Return the cosine between a gradient and the true one, and the ratio of their norms."""
-    norm, true_norm = float(found.norm()), float(true.norm())
-    return float(found @ true) / max(norm * true_norm, 1e-300), norm / true_norm
+    norm, true_norm = float(gradient.norm()), float(true.norm())
+    return float(gradient @ true) / max(norm * true_norm, 1e-300), norm / true_norm
 
 
 class StudyRun:

@@ -257,11 +257,11 @@ class _Rehearsal:
             self.figures.to_worker += len(data)
             if not self._starts and isinstance(control.decode(data), RolloutRequest):
                 self._starts = {
-                    name: _read_memory(self.processes.pid(name), "VmRSS")
+                    name: _read_memory(self.processes.list_pids()[name], "VmRSS")
                     for name in (ORCHESTRATOR, WORKER)
                 }
                 self._cpu_starts = {
-                    name: read_cpu(self.processes.pid(name)) for name in self._starts
+                    name: read_cpu(self.processes.list_pids()[name]) for name in self._starts
                 }
             self.figures.encoded_images += count_encoded_images(data)
             await lower.send(WORKER, data)
@@ -286,11 +286,13 @@ class _Rehearsal:
                 case FinishTraining():
                     # The step is over and both processes still run, so their peaks can be read.
                     self.figures.memory = {
-                        name: MemoryUse(start, _read_memory(self.processes.pid(name), "VmHWM"))
+                        name: MemoryUse(
+                            start, _read_memory(self.processes.list_pids()[name], "VmHWM")
+                        )
                         for name, start in self._starts.items()
                     }
                     self.figures.cpu_s = {
-                        name: read_cpu(self.processes.pid(name)) - start
+                        name: read_cpu(self.processes.list_pids()[name]) - start
                         for name, start in self._cpu_starts.items()
                     }
                     await spoke.send(control.encode(TrainingFinished(message.last_step)))

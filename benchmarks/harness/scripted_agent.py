@@ -78,10 +78,10 @@ async def run_agent(http: web.Request) -> web.Response:
             body = b'{"model":"policy","messages":[' + b",".join(history) + b"]}"
             url = f"{agent_request.base_url}/chat/completions"
             async with session.post(url, data=body, headers=headers) as answer:
-                answered = await answer.json()
+                reply = await answer.json()
                 if answer.status != 200:
-                    return web.json_response(answered, status=502)
-            history.append(msgspec.json.encode(answered["choices"][0]["message"]))
+                    return web.json_response(reply, status=502)
+            history.append(msgspec.json.encode(reply["choices"][0]["message"]))
     return web.json_response({})
 
 

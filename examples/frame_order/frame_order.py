@@ -1,4 +1,4 @@
-"""frame_order: a video shows several colours in turn; name them in order."""
+"""frame_order: a video shows several colours in turn. Name them in order."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class GridWalk(Environment):
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """Walk by random moves, which teach only the format; some take the shortest path."""
+        """Walk by random moves, which teach only the format. Some take the shortest path."""
         maze: Maze = task.data
         left = self.distances(maze)
         expert = rng.random() < self.expert_fraction

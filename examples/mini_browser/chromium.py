@@ -51,7 +51,7 @@ def find_chromium(names: Sequence[str] = NAMES) -> str | None:
 
 
 def get_chromium(names: Sequence[str] = NAMES) -> str:
-    """Return the path of Chromium; raise ConfigError if it is not installed."""
+    """Return the path of Chromium. Raise ConfigError if it is not installed."""
     if (path := find_chromium(names)) is None:
         raise ConfigError(
             "there is no Chromium on this machine (looked for " + ", ".join(names) + ")",

@@ -1,7 +1,7 @@
 """Sightline trains vision-language models with reinforcement learning, and shows what they saw.
 
 The public names. All but the errors are loaded when they are first used, so that a command starts
-quickly; only `train`, `evaluate` and `open_run` load torch or transformers.
+quickly. Only `train`, `evaluate` and `open_run` load torch or transformers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every error that Sightline raises on purpose.
 
 An error is raised where the cause is known, and contains a fix. `except Exception` is limited to a
-few places: around an environment's own code, in a sink of `view`, in a server's request handler,
-around a rank's step and in the CLI's main.
+few places: an environment's own code, a sink of `view`, a server's request handler, a rank's step,
+and the CLI's main.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def clean_text(text: str) -> str:
 
 
 class SightlineError(Exception):
-    """A `problem` with its values and a `fix` to try; both survive pickling."""
+    """A `problem` with its values and a `fix` to try. Both survive pickling."""
 
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(clean_text(problem), clean_text(fix))
@@ -85,7 +85,7 @@ class SightlineError(Exception):
 
     @property
     def path(self) -> str:
-        """The JSON path at the start of the problem, such as `messages[3].role`; empty for none."""
+        """The JSON path at the start of the problem, such as `messages[3].role`. Empty for none."""
         match = _PATH.match(self.problem[:MAX_PROBLEM_CHARS])
         return match[1] if match else ""
 
@@ -95,6 +95,26 @@ class SightlineError(Exception):
 
 class ConfigError(SightlineError):
     """An invalid configuration."""
+
+
+class NotRegularFile(SightlineError, OSError):
+    """A pipe, device or link is where a regular file is expected."""
+
+    strerror = "not a regular file"
+
+    @classmethod
+    def at(cls, path: object) -> NotRegularFile:
+        return cls(f"{path} is {cls.strerror}", "put a regular file in its place")
+
+
+class FolderNotFile(SightlineError, IsADirectoryError):
+    """A folder is where a file is expected."""
+
+    strerror = "Is a directory"
+
+    @classmethod
+    def at(cls, path: object) -> FolderNotFile:
+        return cls(f"{path} is a folder, not a file", "put a file in its place")
 
 
 class MediaError(SightlineError, ValueError):
@@ -131,7 +151,7 @@ class MessageError(SightlineError, ValueError):
 
 
 class PromptTooLong(MessageError):
-    """Text, messages or tools that exceed max_model_len; detected before tokenization."""
+    """Text, messages or tools that exceed max_model_len. Detected before tokenization."""
 
 
 class FamilyError(SightlineError):
@@ -155,7 +175,7 @@ class PixelsUnproven(SightlineError):
 
 
 class Misaligned(SightlineError, ValueError):
-    """Data that must line up does not. It is never repaired; the sample is dropped and counted."""
+    """Data that must line up does not. It is never repaired. The sample is dropped and counted."""
 
 
 class WeightsError(SightlineError, ValueError):

@@ -1,6 +1,6 @@
-"""color-codeword's design as a verifiers environment: three turns, a coloured square in each.
+"""color-codeword's design as a verifiers environment: three turns with one coloured square each.
 
-It knows nothing of sightline: its harness speaks to an OpenAI endpoint, its reward is its own.
+It does not import sightline. Its harness calls an OpenAI endpoint and it computes its own reward.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Data(vf.TaskData):
 class CodewordTask(vf.Task[Data]):
     @vf.reward
     async def letters(self, trace: vf.Trace) -> float:
-        said = str(trace.info.get("said", ""))
-        return sum(a == b for a, b in zip(said, self.data.answer, strict=False)) / 3
+        answer = str(trace.info.get("said", ""))
+        return sum(a == b for a, b in zip(answer, self.data.answer, strict=False)) / 3
 
 
 class Codeword(vf.Taskset[CodewordTask, vf.TasksetConfig]):
@@ -48,7 +48,7 @@ class CodewordHarnessConfig(vf.HarnessConfig):
 
 
 class CodewordHarness(vf.Harness[CodewordHarnessConfig]):
-    """Shows a square a turn and sends the whole history every time, as agents do."""
+    """Show one square per turn and send the whole history every time, as agents do."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
@@ -62,7 +62,7 @@ class CodewordHarness(vf.Harness[CodewordHarnessConfig]):
             for letter in data.answer:
                 messages.append({"role": "user", "content": [square(COLORS[letter])]})
                 answer = await client.chat.completions.create(model=ctx.model, messages=messages)
-                said = answer.choices[0].message
-                messages.append({"role": "assistant", "content": said.content or ""})
+                message = answer.choices[0].message
+                messages.append({"role": "assistant", "content": message.content or ""})
         trace.info["said"] = "".join(m["content"] for m in messages if m["role"] == "assistant")
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

@@ -1,7 +1,7 @@
 """A server in another virtual environment, and a player in this one.
 
-Trainer and server never see the adapter's package: they run in the project's own environment,
-and these tests in one that has the package and neither torch nor transformers.
+Trainer and server never import the adapter's package: they run in the project's own environment.
+These tests run in an environment that has the package and neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -61,21 +61,23 @@ def server(model: Path, media: Path) -> Iterator[str]:
     line = command("serve", model, "--media", media, "--port", "0", "--max-model-len", "4096")
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
-    said = ""
+    log = ""
     for text in process.stdout:
-        said += text
-        if found := re.search(r"http://127\.0\.0\.1:\d+", text):
+        log += text
+        if match := re.search(r"http://127\.0\.0\.1:\d+", text):
             break
     else:
-        raise AssertionError(f"no server: {said}")
-    yield found[0]
+        raise AssertionError(f"no server: {log}")
+    yield match[0]
     process.terminate()
     process.communicate(timeout=30)
 
 
 @pytest.fixture
 def play(model: Path, media: Path, server: str) -> Callable[..., list[Trace]]:
-    """Plays tasks of an environment at the same time; the traces, as the orchestrator gets them."""
+    """Play tasks of an environment concurrently, and return the traces as the orchestrator receives
+    them.
+    """
     store = MediaStore(media)
     family = load_family(model)
 

@@ -61,7 +61,10 @@ def test_tiny_model_plays_a_full_episode(
 
 
 def test_concurrent_rendering_matches_sequential_rendering() -> None:
-    """pygame has one place for a polygon's corners: without a lock some in a hundred are wrong."""
+    """pygame stores a polygon's corners in one place.
+
+    Without a lock, a few in a hundred are wrong.
+    """
     env = make(**GAMES["cart pole"])
 
     def draw(seed: int) -> bytes:

@@ -1,4 +1,4 @@
-"""A real OpenEnv server in a process of its own, and the tiny model that plays there."""
+"""A real OpenEnv server in its own process, and the tiny model that plays there."""
 
 from __future__ import annotations
 

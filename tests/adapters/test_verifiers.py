@@ -1,4 +1,4 @@
-"""A verifiers environment, as it is, trained through the rollout's endpoint."""
+"""An unchanged verifiers environment, trained through the rollout's endpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.adapters, pytest.mark.timeout(600)]
 
 @pytest.fixture(autouse=True)
 def taskset_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verifiers finds tasksets by the name of a module at the top."""
+    """verifiers finds tasksets by the name of a top-level module."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
@@ -37,9 +37,9 @@ def test_multi_turn_environment_with_images_runs_unmodified(
         check_trace(trace, MediaStore(media))
         assert len(trace.turns) == 3 and trace.num_images_shown == 3
         assert len(trace.branches()) == 1, "what the agent sends again is known again"
-        said = "".join(turn.message.text for turn in trace.turns)
+        text = "".join(turn.message.text for turn in trace.turns)
         answer = env.task(i, "train").data.data.answer
-        right = sum(a == b for a, b in zip(said, answer, strict=False)) / 3
+        right = sum(a == b for a, b in zip(text, answer, strict=False)) / 3
         assert trace.reward == pytest.approx(right) == pytest.approx(trace.rewards["letters"])
         (sample,) = flatten(trace, lambda node: 1.0)
         assert len(sample.slots) == 3 and len(sample.segments) == 3

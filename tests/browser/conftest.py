@@ -1,4 +1,4 @@
-"""A dashboard as a user starts it, and Debian's Chromium to look at it with."""
+"""A dashboard as a user starts it, and Debian's Chromium to open it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A page whose scripts may neither fail nor complain."""
+    """Yield a page whose scripts must not fail or log errors."""
     context = browser.new_context(viewport={"width": 1360, "height": 860})
     context.set_default_timeout(60_000)
     page = context.new_page()
@@ -49,8 +49,8 @@ def page(browser: Browser) -> Iterator[Page]:
     )
     yield page
     context.close()
-    # An image that is missing is a 404, which Chromium reports as an error of the console.
-    # Over plain HTTP by another name than localhost, Chromium leaves a header out and says so.
+    # A missing image is a 404, which Chromium logs as a console error.
+    # Over plain HTTP with a name other than localhost, Chromium omits a header and logs it.
     expected = (
         "404", "415", "ERR_CONNECTION_REFUSED", "ERR_SOCKET_NOT_CONNECTED",
         "ERR_INCOMPLETE_CHUNKED_ENCODING",
@@ -60,7 +60,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 class Serve:
-    """Starts `sightline view` over folders, and gives its address."""
+    """Start `sightline view` on folders, and yield its address."""
 
     def __init__(self) -> None:
         self._started: dict[str, subprocess.Popen[str]] = {}

@@ -1,4 +1,4 @@
-"""Looks at the dashboard of an installed package: `python served.py RUNS`. Needs no browser."""
+"""Check the dashboard of an installed package: `python served.py RUNS`. Needs no browser."""
 
 from __future__ import annotations
 

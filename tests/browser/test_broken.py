@@ -1,4 +1,4 @@
-"""Run directories that are damaged, and rollouts that mean harm."""
+"""Damaged run directories, and rollouts with malicious content."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_damaged_run_opens_and_names_missing_files(
     address = serve(path)
     page.goto(f"{address}/")
     problems = page.locator(".problems")
-    for said in (
+    for problem in (
         "traces/step_000003.msgpack: ends inside trace 39",
         "traces/step_000099.msgpack: not a trace file",
         "metrics.jsonl: skipped 1 lines that are not events",
         "scores of step 2",
         "1 images are in no store",
     ):
-        expect(problems).to_contain_text(said)
+        expect(problems).to_contain_text(problem)
     page.goto(f"{address}/rollouts")
     expect(page.locator(".pager").first).to_contain_text("239 rollouts")
     page.goto(f"{address}/rollout?run=damaged-001&file=step_000006.msgpack&number=0")
@@ -91,7 +91,7 @@ def hostile(tmp_path: Path) -> Path:
     item = [
         MediaItem(ref=r, family="tiny", grid=(1, 2, 2), fingerprint=HARM) for r in (good, posing)
     ]
-    asked = Node(
+    node = Node(
         id=0,
         parent=-1,
         message=Message(
@@ -101,7 +101,7 @@ def hostile(tmp_path: Path) -> Path:
         sampled_start=4,
         slots=(Slot(0, 1, item[0], HARM), Slot(2, 1, item[1])),
     )  # fmt: skip
-    said = Node(
+    answer = Node(
         id=1,
         parent=0,
         message=Message(
@@ -120,7 +120,7 @@ def hostile(tmp_path: Path) -> Path:
         run_dir.traces_of(1),
         [
             Trace(
-                id=HARM, group_id=HARM, env=HARM, nodes=[asked, said], reward=1.0,
+                id=HARM, group_id=HARM, env=HARM, nodes=[node, answer], reward=1.0,
                 rewards={HARM: 1.0}, error=HARM, error_kind=HARM, refused_requests=[HARM],
                 toolsets=[HARM], forks={HARM: 1},
             )
@@ -145,12 +145,12 @@ def test_hostile_rollout_executes_no_script(page: Page, serve: Serve, hostile: P
         expect(page.locator("h1")).to_be_visible()
         page.wait_for_timeout(400)
         assert page.evaluate("window.harmed") is None, place
-        # No text has become an element.
+        # No text was rendered as an element.
         assert page.locator("main svg[onload], main script, main a[href^=javascript]").count() == 0
     page.goto(f"{address}/rollout?file=step_000001.msgpack&number=0")
     expect(page.locator("article .text").first).to_contain_text("<script>window.harmed=1</script>")
     expect(page.locator(".picture .missing")).to_have_count(1)
-    # The image in a tab of its own is no page either.
+    # In its own tab, the image is not rendered as a page either.
     digest = hashlib.sha256(SVG).hexdigest()
     key = page.evaluate("encodeURIComponent(document.querySelector('.runs b').textContent)")
     answer = page.goto(f"{address}/media/{key}/{digest}")

@@ -40,7 +40,7 @@ def test_an_exported_run_opens_from_disk(page: Page, small_run: Path, tmp_path: 
     expect(page.locator(".token.sampled").first).to_be_visible()
     page.locator(".token.sampled").first.hover()
     expect(page.locator(".detail").first).to_contain_text("probability")
-    # The address has all of it: a reload shows the same rollout.
+    # The address contains the whole state: a reload shows the same rollout.
     page.reload()
     expect(page.locator("h1")).to_contain_text(name)
     page.keyboard.press("n")

@@ -1,4 +1,4 @@
-"""A run that goes on shows without a reload, and at the cost of what is new."""
+"""A live run updates without a reload, at the cost of the new data only."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def test_a_live_run_updates_without_a_reload(page: Page, serve: Serve, tmp_path:
     page.keyboard.press("1")
     step = page.locator(".fact", has_text="step").locator("dd").first
     expect(step).to_contain_text("3")
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    urls: list[str] = []
+    page.on("request", lambda request: urls.append(request.url))
     run.write_step()
     expect(step).to_contain_text("4")
     expect(page.locator(".runs")).to_contain_text("4/30")
-    # Only the rows that are new were asked for.
-    assert any("cursor=6" in url for url in asked)
-    assert not any(url.endswith(("cursor=0", ".js", ".css")) for url in asked)
-    # Its end shows too, although no event tells of it.
+    # Only the new rows were requested.
+    assert any("cursor=6" in url for url in urls)
+    assert not any(url.endswith(("cursor=0", ".js", ".css")) for url in urls)
+    # The page also shows its end, although no event reports it.
     run.run_dir.summary.write_text('{"steps": 4}')
     expect(page.locator(".runs .state").first).to_contain_text("finished")
     assert page.evaluate("window.untouched") is True
@@ -61,7 +61,7 @@ def test_responses_slower_than_a_step_are_still_shown(
         if page.locator(".chart canvas").count():
             break
     expect(page.locator(".chart canvas").first).to_be_visible(timeout=100)
-    # News that arrived meanwhile are fetched, too.
+    # Events that arrived in the meantime are fetched too.
     step = page.locator(".fact", has_text="step").locator("dd").first
     expect(step).to_contain_text(str(run.steps))
 

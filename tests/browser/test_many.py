@@ -1,4 +1,4 @@
-"""Many rollouts, with `FULL=1` a hundred thousand: a page costs a page."""
+"""Many rollouts (100,000 with `FULL=1`): the cost of a page does not depend on their number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.browser.conftest import Serve
 
 NUM_ROLLOUTS = 100_000 if IS_FULL else 20_000
 MOST_JSON = 60_000
-"""Bytes of one page of rows: 50 rows, and what surrounds them."""
+"""Bytes of one page: 50 rows and the surrounding data."""
 
 
 @pytest.fixture(scope="module")
@@ -28,23 +28,26 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Traffic:
-    """The answers that a page was given."""
+    """The responses that a page received."""
 
     def __init__(self, page: Page) -> None:
         self.answers: list[Response] = []
         page.on("response", lambda answer: self.answers.append(answer))
 
     def take(self) -> dict[str, list[int]]:
-        """Sizes of the answers so far, by kind; the stream of events has none."""
-        taken, self.answers = self.answers, []
-        found: dict[str, list[int]] = {}
-        for answer in taken:
+        """Return the sizes of the responses so far, by kind.
+
+        The stream of events is not included.
+        """
+        answers, self.answers = self.answers, []
+        counts: dict[str, list[int]] = {}
+        for answer in answers:
             kind = answer.url.split("?")[0].split("/")[3]
             if "/api/" in answer.url:
                 kind = answer.url.split("/api/")[1].split("?")[0]
             if kind != "live":
-                found.setdefault(kind, []).append(len(answer.body()))
-        return found
+                counts.setdefault(kind, []).append(len(answer.body()))
+        return counts
 
 
 def test_rollouts_are_loaded_one_page_at_a_time(page: Page, serve: Serve, many: Path) -> None:
@@ -65,7 +68,7 @@ def test_rollouts_are_loaded_one_page_at_a_time(page: Page, serve: Serve, many: 
     text = page.get_by_label("text", exact=True)
     last = f"{NUM_ROLLOUTS - 49:,}–{NUM_ROLLOUTS:,} of"
     fewer = re.compile(rf"of (?!{NUM_ROLLOUTS:,} )[\d,]+ rollouts")
-    for how, act, said in (
+    for how, act, expected in (
         ("next", lambda: page.get_by_title("next (n)").click(), "51–100 of"),
         ("last", lambda: page.get_by_title("last").click(), last),
         ("sort", lambda: page.get_by_label("order").select_option("mismatch"), "1–50 of"),
@@ -74,10 +77,10 @@ def test_rollouts_are_loaded_one_page_at_a_time(page: Page, serve: Serve, many: 
         began = time.monotonic()
         with page.expect_response(lambda answer: "/api/rollouts" in answer.url):
             act()
-        expect(pager).to_contain_text(said)
+        expect(pager).to_contain_text(expected)
         page.wait_for_timeout(300)
-        asked = traffic.take()
-        bytes_asked = sum(sum(sizes) for kind, sizes in asked.items() if kind != "thumb")
+        traffic_sizes = traffic.take()
+        bytes_asked = sum(sum(sizes) for kind, sizes in traffic_sizes.items() if kind != "thumb")
         print(f"{how}: {time.monotonic() - began:.2f} s, {bytes_asked:,} bytes beside thumbnails")
-        assert set(asked) <= {"rollouts", "thumb", "facets", "static"}, asked
-        assert len(asked["rollouts"]) <= 2 and max(asked["rollouts"]) < MOST_JSON
+        assert set(traffic_sizes) <= {"rollouts", "thumb", "facets", "static"}, traffic_sizes
+        assert len(traffic_sizes["rollouts"]) <= 2 and max(traffic_sizes["rollouts"]) < MOST_JSON

@@ -1,4 +1,4 @@
-"""How runs ended, what is wrong with them, and what researchers look for in them."""
+"""How runs ended, their problems, and searches in the list of runs."""
 
 from __future__ import annotations
 
@@ -86,9 +86,15 @@ def test_runs_are_found_by_name_tag_and_state(page: Page, address: str) -> None:
     page.goto(f"{address}/?run=collapsed-001")
     expect(page.locator(".notes .tag")).to_have_text("sweep")
     search = page.get_by_label("search runs")
-    for text, found in (("sweep", 1), ("KeyError", 1), ("001 stopped", 1), ("001", 3), ("zzz", 0)):
+    for text, num_found in (
+        ("sweep", 1),
+        ("KeyError", 1),
+        ("001 stopped", 1),
+        ("001", 3),
+        ("zzz", 0),
+    ):
         search.fill(text)
-        expect(page.locator(".runs li")).to_have_count(found)
+        expect(page.locator(".runs li")).to_have_count(num_found)
     # The key for searching is that of the page, where it has a field of its own.
     page.goto(f"{address}/rollouts?run=stopped-001")
     expect(page.locator(".pager").first).to_be_visible()

@@ -1,4 +1,4 @@
-"""Every page shows what the run holds; links, keys, light and dark work."""
+"""Every page shows the run's data. Links, keys, light and dark theme work."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def test_overview_charts_every_metric_and_zooms(page: Page, small: str) -> None:
     expect(page.locator("h1")).to_have_text("shop-001")
     titles = page.locator(".chart h3")
     expect(titles.filter(has_text="Reward").first).to_be_visible()
-    shown = titles.all_text_contents()
+    texts = titles.all_text_contents()
     for title in ("Reward", "Loss", "Mismatch KL", "Entropy", "Lag", "Throughput", "Verdicts",
                   "Failed images"):  # fmt: skip
-        assert title in shown
+        assert title in texts
     plot = page.locator(".u-over").first
     plot.hover()
     expect(page.locator(".chart").nth(2).locator(".legend .at")).to_contain_text("step")
@@ -49,11 +49,11 @@ def test_rollout_filters_are_kept_in_the_link(page: Page, small: str) -> None:
     page.get_by_label("text", exact=True).fill("CLICK(")
     expect(page).to_have_url(re.compile("text=CLICK"))
     expect(page.locator("table.rollouts")).not_to_have_class(re.compile("stale"))
-    said = page.locator(".pager span").first.inner_text()
+    text = page.locator(".pager span").first.inner_text()
     rows = page.locator("tbody tr").all_inner_texts()
     other = page.context.new_page()
     other.goto(page.url)
-    expect(other.locator(".pager span").first).to_have_text(said)
+    expect(other.locator(".pager span").first).to_have_text(text)
     assert other.locator("tbody tr").all_inner_texts() == rows
     other.close()
 

@@ -1,4 +1,4 @@
-"""A rollout that shows videos: a file plays, and images with times play one after the other."""
+"""A rollout with videos: a file plays, and timed images play in sequence."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_video_file_plays_and_frame_list_advances(page: Page, serve: Serve, tmp_
     ]
     expect(page.locator(".film figcaption").first).to_contain_text("8 frames, 4.0 per second")
     expect(page.locator(".film figcaption").nth(1)).to_contain_text("2 steps of 8 tokens")
-    shown = page.locator(".film .frame img")
-    expect(shown).to_have_attribute("src", f"/media/shop-001/{listed.refs[0].digest}")
+    frames = page.locator(".film .frame img")
+    expect(frames).to_have_attribute("src", f"/media/shop-001/{listed.refs[0].digest}")
     page.locator(".film .player input").fill("2")
-    expect(shown).to_have_attribute("src", f"/media/shop-001/{listed.refs[2].digest}")
+    expect(frames).to_have_attribute("src", f"/media/shop-001/{listed.refs[2].digest}")
     page.locator(".film .player button").click()
-    expect(shown).to_have_attribute("src", f"/media/shop-001/{listed.refs[3].digest}")
+    expect(frames).to_have_attribute("src", f"/media/shop-001/{listed.refs[3].digest}")
     page.goto(f"{address}/image?run=shop-001&digest={file.ref.digest}")
     expect(page.locator(".one-image video")).to_be_visible()

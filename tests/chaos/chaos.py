@@ -1,11 +1,11 @@
-"""Faults happen to a run on two ranks, again and again; each must cost seconds, and nothing else.
+"""Inject faults into a run on two ranks. Each may cost seconds and nothing else.
 
-    make chaos FAULTS=200          python tests/chaos/chaos.py --faults 200 --seed 0
+    make chaos FAULTS=200
+    python tests/chaos/chaos.py --faults 200 --seed 0
 
-Real processes, and moments that the seed draws. After each fault the run goes on, or it ends with
-one cause and what to do, all its processes within 10 seconds, and resumes. In the end the ledger
-holds every step once, with the batch that it had when it was first written, and no version came out
-with other bits.
+The processes are real, and the seed determines the moments. After each fault the run continues, or
+ends within 10 seconds with one cause and a fix, and resumes. At the end, the ledger contains every
+step once with its original batch, and no version was recomputed with other bits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 def play(testbed: Testbed, ahead: list[Fault], done: list[tuple[Fault, Survived]]) -> int:
     """Lets the faults happen one after another, and returns the steps of the run."""
-    last = "the start"
+    last, is_compared = "the start", ahead[0].testbed == "compared"
     while ahead:
         fault = ahead.pop(0)  # first: a run that cannot start must not be tried for ever
         try:
@@ -71,7 +71,11 @@ def play(testbed: Testbed, ahead: list[Fault], done: list[tuple[Fault, Survived]
             f"({survived.seconds:.1f} s{', ' + survived.detail if survived.detail else ''})",
             flush=True,
         )
-    return testbed.run.finish()
+    steps = testbed.run.finish()
+    if is_compared:
+        testbed.run.compare_with_undisturbed()
+        print(f"the {steps} steps of a killed run equal those of one that was never killed")
+    return steps
 
 
 def report(
@@ -82,11 +86,11 @@ def report(
         rows[fault.kind, fault.what].append(survived)
     print("\n| fault | of | times | went on | ended and resumed | longest |")
     print("|---|---|---:|---:|---:|---:|")
-    for (kind, what), found in sorted(rows.items()):
-        went_on = sum(one.outcome == "went on" for one in found)
+    for (kind, what), outcomes in sorted(rows.items()):
+        went_on = sum(outcome.outcome == "went on" for outcome in outcomes)
         print(
-            f"| {kind} | {what} | {len(found)} | {went_on} | {len(found) - went_on} "
-            f"| {max(one.seconds for one in found):.1f} s |"
+            f"| {kind} | {what} | {len(outcomes)} | {went_on} | {len(outcomes) - went_on} "
+            f"| {max(outcome.seconds for outcome in outcomes):.1f} s |"
         )
     for kind, reason in missing.items():
         print(f"\nnot tried here: {kind} ({reason})")

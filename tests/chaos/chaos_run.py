@@ -1,4 +1,4 @@
-"""A run of real processes that faults happen to: started, watched, resumed, and held to account."""
+"""A run of real processes with injected faults: started, watched, resumed and checked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from watching import find_child, names_of
 
@@ -20,10 +21,19 @@ from sightline.run import RunDir
 from sightline.view.events import by_step, read_events
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_S = 10.0
-"""Longest time in which a failure ends all processes, or is named."""
+MAX_S = 10.0 * float(os.environ.get("PATIENCE", "1"))
+"""Maximum time in which a failure ends all processes or is reported."""
 MANY_STEPS = 1_000_000
-PATIENCE_S = 300.0
+TRAIN_METRICS = (
+    "loss", "clip_fraction", "entropy", "mismatch_kl", "lag_kl", "lr", "trained_tokens", "tokens",
+    "micro_batches", "samples", "images", "distinct_images", "bad_media", "grad_norm",
+)  # fmt: skip
+STEP_METRICS = (
+    "reward", "reward_std", "reward_group_std", "lag_mean", "groups", "no_signal_rate", "truncated",
+    "broken", "samples", "answer_tokens_mean", "turns_mean", "tokens_sampled", "images_shown",
+)  # fmt: skip
+PATIENCE_S = 300.0 * float(os.environ.get("PATIENCE", "1"))
+"""Longest wait for a step, or for the end of a run."""
 RUN_FILE = """
 [run]
 name = "chaos"
@@ -53,7 +63,7 @@ tasks = 0
 
 
 class FaultNotSurvived(AssertionError):
-    """A promise that the run did not keep."""
+    """The run broke a guarantee."""
 
 
 @dataclass
@@ -62,15 +72,15 @@ class ChaosRun:
     rng: random.Random
     ranks: int = 2
     overrides: tuple[str, ...] = ()
-    """Settings of every life."""
+    """Settings of every start."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of every process."""
     run: str = "runs/chaos-001"
     seen: dict[int, str] = field(default_factory=dict)
-    """Every step and its batch, from the first time that the progress named it."""
+    """Every step and its batch, from the first progress file that names it."""
     process: subprocess.Popen[bytes] | None = None
     life_began: int = 0
-    """The byte offset in the output at which this life begins."""
+    """The byte offset in the output at which this start begins."""
 
     @property
     def run_dir(self) -> RunDir:
@@ -98,7 +108,7 @@ class ChaosRun:
     def output(self) -> Path:
         return self.home.with_name(f"{self.home.name}.log")  # not on the disk that gets full
 
-    # --- lives
+    # --- starts and ends
 
     def start(self, *overrides: str) -> None:
         self.life_began = self.output.stat().st_size if self.output.exists() else 0
@@ -106,13 +116,13 @@ class ChaosRun:
         self.process = self.sightline("rl", "--plain", *words, *self.overrides, *overrides)
 
     def ensure_running(self) -> None:
-        """Starts the run where it is not running, and waits for a step of this life."""
+        """Start the run unless it is running, and wait for a step."""
         if self.process is None or self.process.poll() is not None:
             self.start()
         self.wait_for_step()
 
     def stop(self) -> None:
-        """Ends a life in order."""
+        """Stop the run cleanly."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.expect(self.process.wait(PATIENCE_S) == 0, "a run that is told to ends well")
@@ -130,7 +140,7 @@ class ChaosRun:
         self.wait_until_gone()
 
     def wait_until_gone(self) -> float:
-        """Seconds until nothing of the run is left."""
+        """Return the seconds until all processes of the run have ended."""
         began = time.monotonic()
         while names_of(self.run):
             self.check_patience(began, "the end of all processes")
@@ -141,17 +151,17 @@ class ChaosRun:
         assert self.process is not None
         if name == "launcher":
             return self.process.pid
-        parent, found = self.process.pid, list[int]()
+        parent, pids = self.process.pid, list[int]()
 
         def is_there() -> bool:
             pid = find_child(parent, name)
-            found[:] = [] if pid is None else [pid]
-            return bool(found)
+            pids[:] = [] if pid is None else [pid]
+            return bool(pids)
 
         self.wait(is_there, f"the process {name}")
-        return found[0]
+        return pids[0]
 
-    # --- looking
+    # --- observation
 
     def wait_for_step(self, more: int = 1) -> None:
         first = self.last_step()
@@ -177,23 +187,23 @@ class ChaosRun:
         return max(by_step(read_events(self.run_dir.metrics), "train"), default=0)
 
     def words(self) -> str:
-        """Return the launcher's output in this life."""
+        """Return the launcher's output since the last start."""
         with open(self.output, "rb") as file:
             file.seek(self.life_began)
             return file.read().decode(errors="replace")
 
     def find_cause(self) -> str:
-        """Why this life ended: one cause, with what to do about it."""
+        """Return why the run ended: one cause with its fix."""
         lines = self.words().splitlines()
         fixes = [i for i, line in enumerate(lines) if line.startswith("  fix: ")]
         self.expect(len(fixes) == 1, "one cause, and what to do")
         self.expect("Traceback" not in self.words(), "a cause in words")
         return lines[fixes[0] - 1]
 
-    # --- the account
+    # --- the ledger
 
     def remember_batches(self) -> None:
-        """Notes every batch at its first sight: it is trained on as it is now, or not at all."""
+        """Record every new batch. Its content must not change before it is trained."""
         try:
             batches = json.loads(self.run_dir.progress.read_bytes())["batches"]
         except (OSError, ValueError):  # none yet, or damaged on purpose
@@ -202,7 +212,7 @@ class ChaosRun:
             self.seen.setdefault(int(step), digest)
 
     def ledger(self) -> dict[int, str]:
-        """Each step and its batch, which is the one that it had in every life before."""
+        """Return each step and its batch. Check that it equals the batch of every earlier start."""
         if not self.run_dir.ledger.is_file():
             return {}
         lines = [json.loads(line) for line in self.run_dir.ledger.read_bytes().splitlines()]
@@ -214,13 +224,13 @@ class ChaosRun:
         return {line["step"]: line["batch"] for line in lines}
 
     def count_uncovered(self) -> int:
-        """Steps that the next life trains again."""
-        found = sorted(self.run_dir.checkpoints.glob("step_*"))
-        covered = int(found[-1].name.removeprefix("step_")) if found else 0
+        """Return the steps that the next start trains again."""
+        paths = sorted(self.run_dir.checkpoints.glob("step_*"))
+        covered = int(paths[-1].name.removeprefix("step_")) if paths else 0
         return max(0, max(self.ledger(), default=0) - covered)
 
     def finish(self) -> int:
-        """Lets the run come to its end, and returns the number of its steps."""
+        """Let the run finish, and return the number of its steps."""
         self.stop()
         last = max(self.seen | self.ledger(), default=0) + 2
         self.start(f"run.steps={last}")
@@ -231,3 +241,33 @@ class ChaosRun:
         epochs = [json.loads(line)["epoch"] for line in history]
         self.expect(not any(epochs), "weights that are made again have the same bits")
         return last
+
+    def compare_with_undisturbed(self) -> None:
+        """Plays the same steps in a run that nothing happens to. It has the same weights, to the
+        bit, and the same metrics in every step."""
+        words = ["rl", "--plain", "run.toml", *self.overrides, "run.name=undisturbed"]
+        process = self.sightline(*words, f"run.steps={max(self.ledger())}")
+        self.expect(process.wait(PATIENCE_S) == 0, "an undisturbed run comes to its end")
+        undisturbed = RunDir(self.home / "runs" / "undisturbed-001")
+        for read in (read_weights, read_metrics):
+            mine, other = read(self.run_dir), read(undisturbed)
+            differing = [step for step in mine.keys() | other if mine.get(step) != other.get(step)]
+            step = min(differing, default=0)
+            what = f"{read.__name__}, step {step}: {mine.get(step)} != {other.get(step)}"
+            self.expect(not differing, f"a run that was killed equals one that was not: {what}")
+
+
+def read_weights(run_dir: RunDir) -> dict[int, str]:
+    """Return the digest of each version's tensors."""
+    lines = (run_dir.weights / "history.jsonl").read_bytes().splitlines()
+    return {(line := json.loads(text))["version"]: line["sha256"] for text in lines}
+
+
+def read_metrics(run_dir: RunDir) -> dict[int, dict[str, Any]]:
+    """Return the metrics of each step, without times and caches. Of a step that was trained again,
+    the last ones count."""
+    events, found = read_events(run_dir.metrics), dict[int, dict[str, Any]]()
+    for kind, names in (("train", TRAIN_METRICS), ("step", STEP_METRICS)):
+        for step, event in by_step(events, kind).items():
+            found.setdefault(step, {}).update({name: event.values[name] for name in names})
+    return found

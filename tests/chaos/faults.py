@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from chaos_run import MAX_S
-from testbeds import FOLDERS, Testbed
+from chaos_run import MAX_S, PATIENCE_S
+from testbeds import DISKS, FOLDERS, Disk, Testbed
 
 WENT_ON, RESUMED = "went on", "ended and resumed"
 RANKS = ("trainer", "trainer-1")
@@ -24,7 +24,7 @@ PROCESSES = ("server", "orchestrator", "worker-0", *RANKS)
 class Survived:
     outcome: str
     seconds: float
-    """Until the fault was named, all processes had ended, or the next step was trained."""
+    """Seconds until the fault was reported, all processes had ended, or the next step trained."""
     detail: str = ""
 
 
@@ -34,7 +34,7 @@ class Fault:
     what: str
     happen: Callable[[Testbed], Survived]
     testbed: str = "disk"
-    """The surroundings that the fault needs."""
+    """The testbed that the fault needs."""
 
 
 # --- processes
@@ -48,7 +48,7 @@ def kill(victim: str, moment: str) -> Callable[[Testbed], Survived]:
         began, first = time.monotonic(), run.last_step()
         assert run.process is not None
         if victim in ("worker-0", "server"):
-            # A server that was killed before it had worked ends the run.
+            # If a server is killed before it ever answered, the run ends.
             while run.process.poll() is None and run.last_step() < first + 2:
                 run.check_patience(began, "two steps or an end")
                 time.sleep(0.05)
@@ -90,16 +90,17 @@ def restart_machine(testbed: Testbed) -> Survived:
 
 
 def stop_process(victim: str) -> Callable[[Testbed], Survived]:
-    """The process stands still, is named, and goes on."""
+    """Stop a process. It is reported, and continues."""
 
     def happen(testbed: Testbed) -> Survived:
         run, pid = testbed.run, testbed.run.pid_of(victim)
-        said = len(run.words())
+        num_words = len(run.words())
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         try:
             while not any(
-                victim in line and "stopped" in line for line in run.words()[said:].splitlines()
+                victim in line and "stopped" in line
+                for line in run.words()[num_words:].splitlines()
             ):
                 passed = time.monotonic() - began
                 run.expect(passed < MAX_S, f"{victim} is named within {MAX_S:.0f} s")
@@ -114,7 +115,7 @@ def stop_process(victim: str) -> Callable[[Testbed], Survived]:
 
 
 def slow_down(victim: str) -> Callable[[Testbed], Survived]:
-    """The process gets a fifth of a processor for five seconds."""
+    """Give a process a fifth of a processor for five seconds."""
 
     def happen(testbed: Testbed) -> Survived:
         pid, began = testbed.run.pid_of(victim), time.monotonic()
@@ -132,10 +133,48 @@ def slow_down(victim: str) -> Callable[[Testbed], Survived]:
 # --- disks and files
 
 
-def fill_disk(testbed: Testbed) -> Survived:
-    with testbed.disk.filled():
-        survived = end_with(testbed, "space", "disk")
-    return resume(testbed, survived.seconds, survived.detail)
+def spoil_disk(how: str, moment: str, *words: str) -> Callable[[Testbed], Survived]:
+    """The disk of the run gets full at a moment, loses its inodes, or becomes read-only."""
+
+    def happen(testbed: Testbed) -> Survived:
+        await_moment(testbed, moment)
+        with getattr(testbed.disk, how)():
+            survived = end_with(testbed, *words)
+        return resume(testbed, survived.seconds, survived.detail)
+
+    return happen
+
+
+def spoil_folder(folder: str, how: str, *words: str) -> Callable[[Testbed], Survived]:
+    """A folder of the run is on a disk of its own, which gets full or becomes read-only."""
+
+    def happen(testbed: Testbed) -> Survived:
+        run, path = testbed.run, testbed.run.run_dir.path / folder
+        run.wait(lambda: path.is_dir() and any(path.iterdir()), f"there is {folder}")
+        run.stop()
+        disk = Disk(path)
+        move(path, disk.mount)
+        testbed.stack.callback(disk.unmount)
+        run.ensure_running()
+        with getattr(disk, how)():
+            survived = end_with(testbed, *words)
+        run.ensure_running()  # on the same disk, when the fault is over
+        run.stop()
+        move(path, disk.unmount)
+        return resume(testbed, survived.seconds, survived.detail)
+
+    return happen
+
+
+def move(path: Path, change: Callable[[], None]) -> None:
+    """Moves what is in a folder to the disk that `change` puts there."""
+    copy = path.with_name(f".{path.name}.copy")
+    shutil.copytree(path, copy, ignore=shutil.ignore_patterns("lost+found"))
+    for child in path.iterdir():  # or they would be there again after the disk
+        shutil.rmtree(child) if child.is_dir() else child.unlink()
+    change()
+    shutil.copytree(copy, path, dirs_exist_ok=True)
+    shutil.rmtree(copy)
 
 
 def forbid_writing(folder: str) -> Callable[[Testbed], Survived]:
@@ -148,10 +187,13 @@ def forbid_writing(folder: str) -> Callable[[Testbed], Survived]:
 
 
 def end_with(testbed: Testbed, *words: str) -> Survived:
-    """The run ends, and its cause has one of the words; it resumes when the fault is over."""
+    """Check that the run ends with a cause that contains one of the words.
+
+    It resumes after the fault.
+    """
     run, began = testbed.run, time.monotonic()
     assert run.process is not None
-    code = run.process.wait(120)
+    code = run.process.wait(PATIENCE_S)
     seconds = time.monotonic() - began
     run.expect(code == 2, f"its exit code is 2, not {code}")
     run.expect(run.wait_until_gone() < MAX_S, "all processes end")
@@ -178,16 +220,18 @@ FILES = {
 
 
 def damage(pattern: str, how: str) -> Callable[[Testbed], Survived]:
-    """Damages the newest file of a kind between two lives. Who needs it names it; given back, the
-    run resumes as if nothing had been."""
+    """Damage the newest file of a kind between two starts.
+
+    The process that reads it must name it. After the file is restored, the run resumes.
+    """
 
     def happen(testbed: Testbed) -> Survived:
         run = testbed.run
         run.wait(lambda: any(run.run_dir.path.glob(pattern)), f"there is {pattern}")
         run.kill_all()
         run.remember_batches()
-        found = sorted(file for file in run.run_dir.path.glob(pattern) if file.is_file())
-        file, copy = found[-1], run.home / "copy"
+        candidates = sorted(file for file in run.run_dir.path.glob(pattern) if file.is_file())
+        file, copy = candidates[-1], run.home / "copy"
         shutil.copy2(file, copy)
         spoil(file, how, run.rng)
         before = file.read_bytes() if file.exists() else None
@@ -240,7 +284,7 @@ def step_clock(offset: str) -> Callable[[Testbed], Survived]:
 
 
 def disturb(how: str) -> Callable[[Testbed], Survived]:
-    """The server's connections are cut, or slow: the same answers come in the end."""
+    """Cut or slow down the server's connections. The same answers must arrive in the end."""
 
     def happen(testbed: Testbed) -> Survived:
         began = time.monotonic()
@@ -273,11 +317,21 @@ def list_faults() -> Iterator[Fault]:
         for moment in ("step", "start", "checkpoint", "publish"):
             yield Fault("kill", f"{victim} at {moment}", kill(victim, moment))
     yield Fault("kill", "worker-0 at step", kill("worker-0", "step"))
+    for victim in ("launcher", "orchestrator", "trainer"):
+        yield Fault("compared kill", victim, kill(victim, "step"), testbed="compared")
     yield Fault("restart of the machine", "all at once", restart_machine)
     for victim in PROCESSES:
         yield Fault("stopped", victim, stop_process(victim))
         yield Fault("slow", victim, slow_down(victim))
-    yield Fault("disk full", "the run's", fill_disk)
+    for moment in ("step", "checkpoint", "publish"):
+        yield Fault("disk full", f"the run's at {moment}",
+                    spoil_disk("filled", moment, "space", "disk"))  # fmt: skip
+    yield Fault("no inodes", "the run's", spoil_disk("without_inodes", "step", "inodes"))
+    yield Fault("read-only", "the run's", spoil_disk("failed", "step", "Read-only"))
+    for folder in DISKS:
+        yield Fault("disk full", folder, spoil_folder(folder, "filled", folder))
+        if folder != "logs":  # its files are always open
+            yield Fault("read-only", folder, spoil_folder(folder, "read_only", folder))
     for folder in FOLDERS:
         yield Fault("no permission", folder, forbid_writing(folder))
     for name, pattern in FILES.items():

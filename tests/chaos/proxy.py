@@ -1,4 +1,4 @@
-"""Stands between a run and a server of its own, and disturbs what passes."""
+"""A proxy between a run and its server that disturbs requests and answers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from aiohttp import ClientSession, web
 
 GENERATE = "/inference/v1/generate"
 SLOW_S = 2.0
-OF_THE_WIRE = ("refusals", "slow answers", "cut", "torn")
+OF_THE_WIRE = ("refusals", "slow answers", "cut", "torn", "down", "stale lists")
 """Disturbances that leave what is said as it is."""
 OF_CONNECTION = ("content-length", "transfer-encoding", "connection", "content-encoding")
 
 
 class Proxy:
     def __init__(self, server: str, path: str = GENERATE, port: int = 0) -> None:
-        """Requests whose path begins with `path` are those that may be disturbed."""
+        """Requests whose path begins with `path` may be disturbed."""
         self._server, self._path, self._port = server, path, port
         self._how = ""
         self.num_requests = 0
+        self._lists: dict[str, tuple[bytes, int, dict[str, str]]] = {}
+        """The last undisturbed answer to each request for a list of objects."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.url = ""
@@ -68,35 +70,48 @@ class Proxy:
         is_odd = self.num_requests % 2 == 1
         if how == "refusals" and is_odd:
             return web.Response(status=503, headers={"retry-after": "1"})
+        if how == "down":
+            assert request.transport is not None
+            request.transport.abort()
+        if how == "stale lists" and request.path_qs in self._lists:
+            data, status, reply_headers = self._lists[request.path_qs]
+            return web.Response(body=data, status=status, headers=reply_headers)
         if how == "slow answers":
             await asyncio.sleep(SLOW_S)
-        kept = {k: v for k, v in request.headers.items() if k.lower() != "host"}
+        headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
         async with self._session.request(
-            request.method, self._server + request.path_qs, headers=kept, data=await request.read()
+            request.method,
+            self._server + request.path_qs,
+            headers=headers,
+            data=await request.read(),
         ) as answer:
             data, status = await answer.read(), answer.status
-            shown = {k: v for k, v in answer.headers.items() if k.lower() not in OF_CONNECTION}
+            reply_headers = {
+                k: v for k, v in answer.headers.items() if k.lower() not in OF_CONNECTION
+            }
+        if "list-type" in request.query and not how:
+            self._lists[request.path_qs] = data, status, reply_headers
         if how == "cut" and is_odd:
             assert request.transport is not None
             request.transport.abort()
         if how == "torn" and is_odd and len(data) > 1:
-            return await self._tear(request, status, shown, data)
+            return await self._tear(request, status, reply_headers, data)
         if how == "garbage":
             data = b"\x00\xff" * 200
         elif how not in ("", *OF_THE_WIRE) and status == 200:
-            said = json.loads(data)
-            spoil_answer(said, how)
-            data = json.dumps(said).encode()
+            body = json.loads(data)
+            spoil_answer(body, how)
+            data = json.dumps(body).encode()
         if request.method == "HEAD":
-            shown["content-length"] = answer.headers.get("content-length", "0")
-        return web.Response(body=data, status=status, headers=shown)
+            reply_headers["content-length"] = answer.headers.get("content-length", "0")
+        return web.Response(body=data, status=status, headers=reply_headers)
 
     async def _tear(
-        self, request: web.Request, status: int, shown: dict[str, str], data: bytes
+        self, request: web.Request, status: int, reply_headers: dict[str, str], data: bytes
     ) -> web.StreamResponse:
-        """Half of the body, and then no connection."""
+        """Send half of the body, then close the connection."""
         torn = web.StreamResponse(
-            status=status, headers={**shown, "content-length": str(len(data))}
+            status=status, headers={**reply_headers, "content-length": str(len(data))}
         )
         await torn.prepare(request)
         await torn.write(data[: len(data) // 2])
@@ -105,12 +120,12 @@ class Proxy:
         return torn
 
 
-def spoil_answer(said: dict[str, Any], how: str) -> None:
-    choice = said["choices"][0]
+def spoil_answer(answer: dict[str, Any], how: str) -> None:
+    choice = answer["choices"][0]
     tokens, logprobs = choice["token_ids"], choice["logprobs"]["content"]
     match how:
         case "no choices":
-            said["choices"] = []
+            answer["choices"] = []
         case "logprob over 0":
             logprobs[0]["logprob"] = 0.5
         case "too many tokens":

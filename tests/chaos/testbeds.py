@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,25 +19,33 @@ from chaos_run import PATIENCE_S, ChaosRun
 from proxy import Proxy
 
 DISK_BYTES = 4 << 30
-"""More than the run keeps in reserve. The file behind it is sparse."""
+"""More than the run's disk reserve. The image file is sparse."""
 ALMOST_BYTES = 32 << 20
 """The space left for writes to fill: the file system needs some for itself."""
+NUM_INODES = 16384
+"""Few, so that they run out soon."""
 FOLDERS = ("traces", "batches", "weights", "checkpoints")
+ON_DISKS = ("disk full", "no permission", "no inodes", "read-only")
+DISKS = (*FOLDERS, "scores", "media", "logs")
+"""Folders that get a disk of their own, which then is full or read-only."""
 
 
 class Disk:
-    """A file system of its own, which can get full and whose folders can be locked."""
+    """A separate file system, which can get full and whose folders can be locked."""
 
     def __init__(self, home: Path) -> None:
-        self.home, self.image = home, home.with_name(f"{home.name}.img")
+        self.home, self.image = home, home.with_name(f".{home.name}.img")
 
     def mount(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
         self.unmount()
         with open(self.image, "wb") as file:
             file.truncate(DISK_BYTES)
-        _call("mkfs.ext4", "-q", "-m", "0", str(self.image))
-        _call("mount", "-o", "loop", str(self.image), str(self.home))
+        _call("mkfs.ext4", "-q", "-m", "0", "-N", str(NUM_INODES), str(self.image))
+        self._mount()
+
+    def _mount(self) -> None:
+        _call("mount", "-o", "loop,errors=remount-ro", str(self.image), str(self.home))
 
     def unmount(self) -> None:
         while os.path.ismount(self.home):
@@ -58,8 +67,44 @@ class Disk:
             filler.unlink(missing_ok=True)
 
     @contextmanager
+    def without_inodes(self) -> Iterator[None]:
+        filler = self.home / "filler"
+        filler.mkdir()
+        try:
+            with contextlib.suppress(OSError):
+                for number in range(NUM_INODES):
+                    (filler / str(number)).touch()
+            yield
+        finally:
+            shutil.rmtree(filler)
+
+    @contextmanager
+    def read_only(self) -> Iterator[None]:
+        """As an administrator makes it: refused while a file is open for writing."""
+        for _ in range(1000):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _call("mount", "-o", "remount,ro", str(self.home))
+                break
+            time.sleep(0.01)
+        else:
+            raise AssertionError(f"{self.home} always has a file that is open for writing")
+        yield
+        _call("mount", "-o", "remount,rw", str(self.home))
+
+    @contextmanager
+    def failed(self) -> Iterator[None]:
+        """As the kernel makes it after an error of the disk: read-only, whatever is open."""
+        devices = subprocess.run(["losetup", "-nO", "NAME", "-j", str(self.image)],
+                                 check=True, capture_output=True, text=True).stdout  # fmt: skip
+        Path("/sys/fs/ext4", Path(devices.strip()).name, "trigger_fs_error").write_text("1")
+        yield
+        _call("umount", str(self.home))
+        subprocess.run(["e2fsck", "-fy", str(self.image)], capture_output=True, check=False)
+        self._mount()
+
+    @contextmanager
     def locked(self, folder: Path) -> Iterator[None]:
-        """Nobody may make a file in the folder, not even root."""
+        """Make the folder read-only for all users, even root."""
         _call("chattr", "+i", str(folder))
         try:
             yield
@@ -95,13 +140,15 @@ class Testbeds:
         can_mount = os.geteuid() == 0 and shutil.which("mkfs.ext4") and shutil.which("chattr")
         if not can_mount:
             reason = "needs root and mkfs.ext4"
-            self.missing |= dict.fromkeys(("disk full", "no permission"), reason)
+            self.missing |= dict.fromkeys(ON_DISKS, reason)
         if find_libfaketime() is None:
             self.missing["clock"] = "needs libfaketime"
 
     def open(self, name: str) -> Testbed:
         home = self.home / name
         run, disk = ChaosRun(home, self.rng), Disk(home)
+        if name == "compared":  # a run whose results depend on nothing but its seed
+            run.ranks, run.overrides = 1, ("model.exact=true", "orchestrator.max_lag=0")
         self.stack.callback(_end, run)
         if name == "disk" and "disk full" not in self.missing:
             disk.mount()

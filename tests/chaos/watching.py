@@ -1,4 +1,4 @@
-"""The processes of a run, as the system sees them."""
+"""The processes of a run, read from /proc."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def processes() -> list[tuple[int, int, list[str]]]:
-    """Number, parent and words of every process that can be read."""
-    found = []
+    """Return the pid, parent and command line of every readable process."""
+    pids = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -17,8 +17,8 @@ def processes() -> list[tuple[int, int, list[str]]]:
         except (OSError, ValueError):
             continue
         if state != "Z":
-            found.append((int(folder.name), int(owner), words))
-    return found
+            pids.append((int(folder.name), int(owner), words))
+    return pids
 
 
 def find_child(parent: int, name: str) -> int | None:

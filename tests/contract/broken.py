@@ -28,7 +28,7 @@ SHARED = {
     "sightline.families.processor_settings": "base_settings",
     "sightline.render.bridge": "base_bridge",
 }
-"""Modules that a family builds on: each broken one has copies, which can be broken too."""
+"""Modules that a family builds on. Each broken family has copies, which can be broken too."""
 HERE = Path(__file__).with_name("broken_families")
 FAMILY = "pebble"
 NUM_PER_SUITE = 3
@@ -52,7 +52,7 @@ class Broken:
     edits: tuple[Edit, ...]
 
     def write(self, home: Path) -> None:
-        """The family in folder `home`, under a name of its own, with its cases."""
+        """The family in folder `home`, under its own name, with its cases."""
         folder = home / "sightline_families" / self.name
         shutil.copytree(
             THIRD_FAMILY / "sightline_families" / FAMILY,
@@ -91,7 +91,7 @@ def _broken(
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    fails = {made.name: made.fails for made in read_broken()}
+    fails = {broken_case.name: broken_case.fails for broken_case in read_broken()}
     items[:] = [item for item in items if item.originalname in fails[_case_of(item)]]
 
 

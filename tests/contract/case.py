@@ -1,4 +1,4 @@
-"""A checkpoint under test, and what witnesses that it is read rightly."""
+"""A checkpoint under test, with reference implementations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ text is tokenized in the runs that the template emits."""
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint under test, and what witnesses that it is read rightly."""
+    """One checkpoint under test, with reference implementations."""
 
     name: str
     write: Callable[[Path], None]
@@ -41,9 +41,9 @@ class Case:
     published_template: Path | None
     """The chat template of the family's own release, where this machine has it."""
     golden: Path = GOLDEN
-    """A file of tokens that were written down, by the name of the case."""
+    """A file of recorded tokens, by the name of the case."""
     has_weights: bool = True
-    """False where a tokenizer was put in whose ids the weights do not fit."""
+    """False if the tokenizer's ids do not fit the weights."""
     shows_media: bool = True
     shows_videos: bool = False
     mixes_media: bool = True
@@ -59,7 +59,7 @@ class Case:
     takes_tools: bool = True
     takes_reasoning: bool = False
     wants_query: bool = False
-    """Whether a conversation needs a user who asks."""
+    """Whether a conversation needs a user's question."""
     alternates: bool = False
     """Whether user and assistant take turns, the user first, and the template refuses all else."""
     carried: Callable[[str], str] = str
@@ -67,29 +67,29 @@ class Case:
     thought: Callable[[str], str] = str
     """Return the part of a message's reasoning that `parse` preserves."""
     types_arguments: bool = True
-    """Whether a call tells the number 1 from the text "1"."""
+    """Whether a call distinguishes the number 1 from the text "1"."""
     overrides: tuple[tuple[str, int], ...] = (("min_pixels", 4096), ("max_pixels", 1 << 20))
     """Processor settings that a run may set, each with a value that is not the checkpoint's."""
     refused_size: tuple[int, int] | None = (402, 2)
-    """An image that cannot be laid out; None where there is none."""
+    """An image that cannot be laid out, or None."""
     fades_reasoning: bool = False
     """Whether the template leaves out reasoning even of the last answer: then what it keeps is
     tested with the family, and conversations here go without."""
     openers: tuple[tuple[str, str], ...] = ()
     """Each role's opening token, if an assistant turn ends with that of the next turn."""
     closes_reasoning: bool = False
-    """Whether the header of a turn closes an empty block of reasoning: completions go without."""
+    """Whether the header of a turn closes an empty reasoning block, so completions have none."""
     has_own_format: bool = True
     """False where another case has its chat format and its pixels: then it computes, no more.
 
     Of two that differ in the merges of their tokenizers a quick run takes the one that merges."""
     value_bytes: int = 1
-    """Bytes that patches keep of a value of a pixel."""
+    """Bytes that patches store for each pixel value."""
     gradient_tolerance: float = 1e-5
     """How far packed gradients may be from those of each sequence alone, of their size: rounding,
     which is more where a tower sums over hundreds of patches of the smallest image."""
     makes_pixels_alone: bool = True
-    """Whether pixels are made without transformers; else by its processor."""
+    """Whether pixels are computed without transformers instead of by its processor."""
     processor_ids: Callable[..., list[int]] | None = None
     """The witness of tokens where it is not the tokenizer's template with its pads repeated: what
     the checkpoint's own processor makes of messages, with or without a generation prompt, and of
@@ -108,7 +108,7 @@ class Case:
         return "hm" if self.takes_reasoning and not self.closes_reasoning else None
 
     def fit(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages, less what the chat format has no place for."""
+        """Return the messages, without the parts that the chat format does not support."""
         fitted = [self._fit(m) for m in messages if self.takes_tools or m["role"] != "tool"]
         wants_query = self.wants_query or self.alternates or not fitted
         if wants_query and not any(m["role"] == "user" for m in fitted):
@@ -181,7 +181,7 @@ class Checkpoint:
             expanded.extend([token] * (counts.pop(0) if token == pad else 1))
         assert not counts
         if self.case.openers and not generation_prompt and messages[-1]["role"] == "assistant":
-            # The template leaves the last turn without an end, and nobody would learn it.
+            # The template does not end the last turn, so no model would learn to stop.
             following = "tool" if messages[-1].get("tool_calls") else "user"
             expanded.append(tokenizer.convert_tokens_to_ids(dict(self.case.openers)[following]))
         return expanded
@@ -201,14 +201,14 @@ class Checkpoint:
 
 
 def _take_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, less those that stand behind one of the same role."""
-    kept: list[dict[str, Any]] = []
+    """Return the messages, without those that follow one of the same role."""
+    steps: list[dict[str, Any]] = []
     for message in messages:
-        if message["role"] == "assistant" and (not kept or kept[-1]["role"] == "system"):
-            kept.append({"role": "user", "content": "well?"})
-        if not kept or kept[-1]["role"] != message["role"]:
-            kept.append(message)
-    return kept
+        if message["role"] == "assistant" and (not steps or steps[-1]["role"] == "system"):
+            steps.append({"role": "user", "content": "well?"})
+        if not steps or steps[-1]["role"] != message["role"]:
+            steps.append(message)
+    return steps
 
 
 def _image_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ WANTED: dict[str, Callable[[Case], bool]] = {
     "filming": lambda case: case.shows_videos and case.has_own_format,
     "computing_videos": lambda case: case.shows_videos and case.has_weights,
 }
-"""Which cases each fixture below is made of."""
+"""Cases of each fixture below."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Checkpoint]:
-    """Loads a case, each once."""
+    """Load a case once."""
 
     @cache
     def loaded(case: Case) -> Checkpoint:
@@ -75,7 +75,10 @@ def making_pixels(request: pytest.FixtureRequest, load: Callable[[Case], Checkpo
 
 @pytest.fixture(scope="session")
 def templated(request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]) -> Checkpoint:
-    """A checkpoint whose published template can be had; the others' witness is in golden/."""
+    """A checkpoint whose published template is available.
+
+    The others have recorded tokens in golden/.
+    """
     return load(request.param)
 
 

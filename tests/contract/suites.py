@@ -1,4 +1,4 @@
-"""Runs the suites that a family must pass on cases from outside, in a process of their own."""
+"""Run the suites that a family must pass on external cases, in their own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUITES = ("test_family", "test_forward", "test_renderer", "test_renderer_refusal
 
 @dataclass(frozen=True)
 class Result:
-    """How a test of a suite ended."""
+    """The outcome of a test."""
 
     test: str
     case: str
@@ -32,22 +32,22 @@ class Result:
 
 def promises() -> dict[str, int]:
     """Every test of the suites, and how many variants of it a case goes through."""
-    found: dict[str, int] = {}
+    num_runs: dict[str, int] = {}
     for suite in SUITES:
         module = importlib.import_module(f"tests.contract.{suite}")
         for name, test in vars(module).items():
             if name.startswith("test_"):
                 marks = [m for m in getattr(test, "pytestmark", []) if m.name == "parametrize"]
-                found[name] = math.prod(len(mark.args[1]) for mark in marks)
-    return found
+                num_runs[name] = math.prod(len(mark.args[1]) for mark in marks)
+    return num_runs
 
 
 def run_suites(
     home: Path, module: str, names: Collection[str], *words: str
 ) -> tuple[list[Result], str]:
-    """The results on the CASES of a module in folder `home`, and what was printed.
+    """Run the suites on the CASES of a module in folder `home`.
 
-    `names` are those of its cases.
+    Return the results and the output. `names` are the names of its cases.
     """
     report = home / "report.xml"
     command = [
@@ -65,23 +65,23 @@ def run_suites(
         text=True,
         timeout=570,
     )
-    # A session that was interrupted tells of a part of its tests, and of one without a name.
+    # An interrupted session reports some of its tests, and one without a name.
     if done.returncode not in (0, 1):
         print(done.stdout[-20_000:], done.stderr[-3000:])
         raise AssertionError(f"pytest exited with {done.returncode}: see what is printed")
     ended = ElementTree.parse(report).iter("testcase")
-    return [_result(found, names) for found in ended], done.stdout
+    return [_result(ended_runs, names) for ended_runs in ended], done.stdout
 
 
 def _path() -> list[str]:
-    found = os.environ.get("PYTHONPATH")
-    return [found] if found else []
+    python_path = os.environ.get("PYTHONPATH")
+    return [python_path] if python_path else []
 
 
 def _result(found: ElementTree.Element, names: Collection[str]) -> Result:
     test, _, parameters = found.attrib["name"].partition("[")
     parts = parameters.removesuffix("]").split("-")
-    # A suite that cannot be collected is an error of no case.
+    # A suite that cannot be collected is not an error of a case.
     case = next((part for part in parts if part in names), "")
     child = next((c for c in found if c.tag in ("failure", "error", "skipped")), None)
     outcome = "passed" if child is None else child.tag.replace("failure", "failed")

@@ -1,4 +1,4 @@
-"""Permission to change a server's weights: the lease, the root, and the manifest's files."""
+"""Permission to change a server's weights: the lease, the root folder, and the manifest's files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADOPT = "/sightline/v1/adopt"
 
 @pytest.fixture(scope="module")
 def published(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The manifest of version 3 of a run, in the one folder that the server takes weights from."""
+    """The manifest of version 3 of a run, in the only folder with weights for the server."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(tiny_model, local_files_only=True)
@@ -41,8 +41,8 @@ def published(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def server(settings: ServerSpec, published: Path) -> Iterator[Client]:
-    with live(settings.replace(weights_root=published.parents[1])) as made:
-        yield made
+    with live(settings.replace(weights_root=published.parents[1])) as client:
+        yield client
 
 
 @pytest.fixture
@@ -201,15 +201,19 @@ def test_fifo_or_oversized_file_does_not_block_the_server(client: Client, publis
     assert "but the limit is" in refused(client, huge).message
     assert refused(client, root).type == "weights"
     file = msgspec.json.decode(published.read_bytes(), type=Manifest).files[0]
-    for name, make, said in (
+    for name, make, problem in (
         ("v000006", os.mkfifo, "not a regular file"),
-        ("v000007", lambda path: os.symlink(published.parent / file.name, path), "symbolic"),
+        (
+            "v000007",
+            lambda path: os.symlink(published.parent / file.name, path),
+            "not a regular file",
+        ),
         ("v000008", lambda path: path.write_bytes(b"x" * (file.nbytes + 1)), "but the limit is"),
     ):
         manifest = change(published, name, version=int(name[1:]))
         (manifest.parent / file.name).unlink()
         make(manifest.parent / file.name)
-        assert said in refused(client, manifest).message
+        assert problem in refused(client, manifest).message
     assert client.get("/health")["status"] == "ok"
 
 
@@ -228,7 +232,7 @@ def test_manifest_may_name_only_files_in_its_own_folder(
 def test_weights_in_the_store_are_fetched_checked_and_adopted(
     client: Client, published: Path, settings: ServerSpec, tmp_path: Path
 ) -> None:
-    """As a server takes them that sees nothing of the run's disk."""
+    """Adopt weights like a server that does not see the run's disk."""
     folder = tmp_path / "v000003"
     shutil.copytree(published.parent, folder)
     before = msgspec.json.decode(published.read_bytes(), type=Manifest)
@@ -263,7 +267,7 @@ def refused_content(client: Client, manifest: Manifest) -> str:
 def test_shared_weights_equal_weights_from_files(
     settings: ServerSpec, published: Path, tmp_path: Path
 ) -> None:
-    """On the CPU over a mapped file; on a GPU the same code maps the device's memory."""
+    """Use a mapped file on the CPU. On a GPU, the same code maps the device's memory."""
     tensors = {name: 1.25 * tensor for name, tensor in read_weights(published)[1].items()}
     shared, root = SharedWeights(tmp_path / "shared"), tmp_path / "shared"
 
@@ -275,14 +279,14 @@ def test_shared_weights_equal_weights_from_files(
         lease(server, RUN)
         before = server.generate([1, 2, 3]).choices[0]
         label = server.adopt(share(4))["version"]
-        found = server.generate([1, 2, 3]).choices[0]
+        choice = server.generate([1, 2, 3]).choices[0]
         written, manifest = write_weights(tmp_path / "files", tensors, 5, 5, run=RUN)
         assert manifest.label.partition("-")[2] == label.partition("-")[2], "one digest"
         server.adopt(written)
         same = server.generate([1, 2, 3]).choices[0]
-        assert found.token_ids == same.token_ids and found.logprobs == same.logprobs
-        assert found.logprobs != before.logprobs
-        # Damaged, and then overwritten by a version that the server has not heard of yet.
+        assert choice.token_ids == same.token_ids and choice.logprobs == same.logprobs
+        assert choice.logprobs != before.logprobs
+        # The buffer is damaged, and then overwritten by a version that is not yet announced.
         late = share(6)
         with open(root / HOST_MEMORY, "r+b") as memory:
             memory.write(b"\1")

@@ -1,4 +1,4 @@
-"""Each promise of the suites can be broken, and the test that holds it says so."""
+"""Break each rule of the suites, and check that the right test fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shards import IS_FULL
 from tests.contract.broken import Broken, read_broken
 from tests.contract.suites import Result, promises, run_suites
 
-# The first test waits for the run that all of them look at.
+# The first test waits for the run that all tests use.
 pytestmark = pytest.mark.timeout(600)
 
 BROKEN = read_broken()
@@ -19,21 +19,21 @@ from importlib import import_module
 CASES = tuple(case for name in {names!r} for case in import_module(name + "_cases").CASES)
 """
 MISHAPS = ("AttributeError", "ImportError", "NameError", "SyntaxError", "TypeError")
-"""Errors of a family that crashes before it breaks a promise."""
+"""Errors of a family that crashes before it breaks a rule."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    """All broken families go through one run: what it loads is loaded once."""
+    """Run all broken families in one session, so that libraries are loaded once."""
     home = tmp_path_factory.mktemp("broken")
     names = [broken.name for broken in BROKEN]
     for broken in BROKEN:
         broken.write(home)
     (home / "broken_cases.py").write_text(COLLECT.format(names=names))
     plugin = ("-p", "tests.contract.broken", "--hypothesis-profile=broken")
-    found, printed = run_suites(home, "broken_cases", names, *plugin)
-    assert all(result.case for result in found), printed
-    return found
+    outcomes, printed = run_suites(home, "broken_cases", names, *plugin)
+    assert all(result.case for result in outcomes), printed
+    return outcomes
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)

@@ -1,4 +1,4 @@
-"""Promises of every channel: order, no loss, and no silent drops."""
+"""Guarantees of every channel: order, no loss, and no silent drops."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_spoke_without_the_secret_is_rejected() -> None:
 
 
 class CuttingProxy:
-    """Forwards bytes between spokes and the hub at `address`, and cuts connections in mid-transfer.
+    """Forward bytes between spokes and the hub at `address`, and cut connections during transfers.
 
     Each connection is cut after a random number of bytes. The test can also cut all at once.
     """
@@ -163,15 +163,15 @@ def test_dropped_connections_neither_lose_nor_repeat_messages(
                 await asyncio.sleep(0)
 
         async def hear_up() -> dict[str, list[bytes]]:
-            got: dict[str, list[bytes]] = {name: [] for name in spokes}
+            received: dict[str, list[bytes]] = {name: [] for name in spokes}
             answering: list[asyncio.Task[None]] = []
             for _ in range(num * len(spokes)):
                 peer, data = await channel.hub.receive()
-                if not got[peer]:
+                if not received[peer]:
                     answering.append(asyncio.create_task(speak_down(peer)))
-                got[peer].append(data)
+                received[peer].append(data)
             await asyncio.gather(*answering)
-            return got
+            return received
 
         async def speak_down(name: str) -> None:
             for data in wanted:
@@ -181,8 +181,8 @@ def test_dropped_connections_neither_lose_nor_repeat_messages(
         async def hear_down(spoke: Any) -> list[bytes]:
             return [await spoke.receive() for _ in wanted]
 
-        heard, *_ = await asyncio.gather(hear_up(), *map(speak_up, spokes.values()))
-        assert heard == dict.fromkeys(spokes, wanted)
+        results, *_ = await asyncio.gather(hear_up(), *map(speak_up, spokes.values()))
+        assert results == dict.fromkeys(spokes, wanted)
         assert await asyncio.gather(*map(hear_down, spokes.values())) == [wanted, wanted]
         assert proxy.num_cuts > 5
         proxy.cuts = False
@@ -200,7 +200,7 @@ def test_spoke_cannot_send_under_another_name() -> None:
         trainer, key = channel.spoke("trainer"), derive_spoke_key(channel.secret, "worker-0")
         await trainer.send(b"hello")
         assert await channel.hub.receive() == ("trainer", b"hello")
-        # All that the protocol lets it try: its own key under another's name, the name as ZMQ's
+        # All attacks that the protocol permits: its own key under another name, the name as ZMQ's
         # own, messages of a stream that is not open, and noise of any shape.
         forger = AsyncSpoke(channel.address, "trainer", key)
         await forger.send(b"I am the trainer")
@@ -234,7 +234,7 @@ SECRET = "known to both"
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> str:
-    """That of a hub whose clock ticks fast."""
+    """Return a hub whose clock runs fast."""
     monkeypatch.setattr(zmq_channel, "TICK_S", 0.05)
     return f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port')}"
 
@@ -244,7 +244,7 @@ def open_spoke(address: str, name: str = "a") -> Spoke:
 
 
 def meet(hub: Hub, spoke: Spoke, name: str = "a") -> None:
-    """Returns when each has heard the other, and knows that the other has."""
+    """Return when both sides have received and acknowledged a message."""
     spoke.send(b"hi")
     assert hub.receive(30.0) == (name, b"hi")
     hub.send(name, b"welcome")
@@ -252,7 +252,7 @@ def meet(hub: Hub, spoke: Spoke, name: str = "a") -> None:
 
 
 def vanish(spoke: Spoke) -> None:
-    """Ends it without a goodbye, as the kill of a process does."""
+    """End the process abruptly, as a kill does."""
     spoke._on_end = lambda: None  # type: ignore[method-assign]
     spoke.close(0.0)
 
@@ -277,11 +277,11 @@ def test_close_returns_when_zmq_termination_blocks(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoke = open_spoke(address)
-    held = spoke._context.socket(zmq.PAIR)  # a context ends when its last socket is closed
+    socket = spoke._context.socket(zmq.PAIR)  # a context ends when its last socket is closed
     monkeypatch.setattr(zmq_channel, "END_TIMEOUT_S", 0.2)
     spoke.close(0.0)
     assert not spoke._context.closed
-    held.close(linger=0)
+    socket.close(linger=0)
     while not spoke._context.closed:
         time.sleep(0.01)
 
@@ -319,8 +319,8 @@ def test_message_reaches_only_the_process_it_was_sent_to(address: str) -> None:
         first.receive(30.0)
     hub.send("a", b"for the first")
     meet(hub, second)
-    for one in (first, second, hub):
-        one.close()
+    for end in (first, second, hub):
+        end.close()
 
 
 def test_lost_peer_does_not_affect_other_peers(
@@ -331,15 +331,15 @@ def test_lost_peer_does_not_affect_other_peers(
     meet(hub, other, "b")
     vanish(lost)
     monkeypatch.setattr(message_stream, "MAX_SILENCE_S", 1.0)
-    with pytest.raises(PeerLost, match="a has not acknowledged 0 messages") as found:
+    with pytest.raises(PeerLost, match="a has not acknowledged 0 messages") as raised:
         hub.receive(30.0)
-    assert found.value.peer == "a"
+    assert raised.value.peer == "a"
     with pytest.raises(ProcessFailed, match="no process 'a' is connected"):
         hub.send("a", b"to nobody")
     meet(hub, other, "b")
     meet(hub, successor := open_spoke(address))
-    for one in (successor, other, hub):
-        one.close()
+    for end in (successor, other, hub):
+        end.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -1,6 +1,6 @@
-"""The OpenAI-compatible endpoint of an inference server, asked by the official client.
+"""The OpenAI-compatible endpoint of an inference server, called by the official client.
 
-What the engine is given there is what a rollout gives it: the same ids, slots and pixels.
+The engine receives the same ids, slots and pixels as from a rollout.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ CALLED = {
 
 @pytest.fixture(scope="module")
 def client(settings: ServerSpec) -> Iterator[Client]:
-    with live(settings) as made:
-        yield made
+    with live(settings) as live_client:
+        yield live_client
 
 
 @pytest.fixture(scope="module")
 def chat(client: Client, tiny_model: Path) -> Iterator[Any]:
     """`chat.completions.create` of the official client, with the served model's name filled in."""
     address = f"http://{client.host}:{client.port}/v1"
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=300) as made:
-        yield lambda **asked: made.chat.completions.create(
+    with openai.OpenAI(
+        base_url=address, api_key="none", max_retries=0, timeout=300
+    ) as openai_client:
+        yield lambda **asked: openai_client.chat.completions.create(
             **{"model": tiny_model.name, "max_tokens": 6, "temperature": 0.0, **asked}
         )
 
@@ -61,7 +63,7 @@ def tool_picture(number: int) -> dict[str, Any]:
 
 
 def film() -> dict[str, Any]:
-    """A file of a video, and images with their times."""
+    """Return a video file, and images with their times."""
     clip = base64.b64encode(encode_video(noise_frames(5))).decode()
     frames = [{"image_url": picture_url(i, 64, 32), "seconds": i} for i in range(3)]
     parts = [
@@ -100,20 +102,20 @@ def test_engine_receives_the_same_ids_as_from_a_rollout(
     name: str, chat: Any, client: Client, tiny_model: Path, media: MediaStore
 ) -> None:
     messages, tools = TALKS[name]
-    seen = Seen()
+    recorder = Seen()
 
     async def rollout(handle: Chat) -> float:
         await handle.ask(messages, tools=tools)
         return 1.0
 
     async def main() -> None:
-        async with wire_to(f"http://{client.host}:{client.port}", seen) as address:
+        async with wire_to(f"http://{client.host}:{client.port}", recorder) as address:
             worker = Worker(tiny_model, media, address)
             trace = await worker.play(rollout, temperature=0.0)
             assert not trace.error, trace.error
 
     asyncio.run(main())
-    ((request, response),) = seen.calls
+    ((request, response),) = recorder.calls
     answer = chat(messages=messages, tools=tools or openai.omit, extra_body=IDS)
     assert answer.prompt_token_ids == request.token_ids
     assert answer.choices[0].token_ids == response.choices[0].token_ids
@@ -133,10 +135,10 @@ def test_images_are_stored_and_passed_by_reference(chat: Any, media: MediaStore)
 
 
 def test_streamed_response_equals_the_unstreamed_one(chat: Any, renderer: Renderer) -> None:
-    asked = {"messages": [shown(1)], "max_tokens": 40, "extra_body": IDS}
-    whole = chat(**asked)
+    request = {"messages": [shown(1)], "max_tokens": 40, "extra_body": IDS}
+    whole = chat(**request)
     assert whole.choices[0].message.content == renderer.parse(whole.choices[0].token_ids).text
-    *deltas, ending, usage = chat(**asked, stream=True, stream_options={"include_usage": True})
+    *deltas, ending, usage = chat(**request, stream=True, stream_options={"include_usage": True})
     text = "".join(chunk.choices[0].delta.content or "" for chunk in deltas)
     assert text == whole.choices[0].message.content
     assert {chunk.choices[0].finish_reason for chunk in deltas} == {None}
@@ -146,21 +148,69 @@ def test_streamed_response_equals_the_unstreamed_one(chat: Any, renderer: Render
 
 
 def test_sampling_parameters_reach_the_engine(chat: Any) -> None:
-    asked = {"messages": [shown(1)], "temperature": 1.0, "max_tokens": 12, "extra_body": IDS}
-    one, same = chat(**asked, seed=5), chat(**asked, seed=5)
+    request = {"messages": [shown(1)], "temperature": 1.0, "max_tokens": 12, "extra_body": IDS}
+    one, same = chat(**request, seed=5), chat(**request, seed=5)
     assert one.choices[0].token_ids == same.choices[0].token_ids
-    three = chat(**asked, seed=5, n=3)
+    three = chat(**request, seed=5, n=3)
     drawn = [choice.token_ids for choice in three.choices]
     assert drawn[0] == one.choices[0].token_ids and len(set(map(tuple, drawn))) == 3
     assert three.usage.completion_tokens == sum(map(len, drawn))
-    narrow = chat(**{**asked, "extra_body": {**IDS, "top_k": 1}}, seed=5)
-    greedy = chat(**{**asked, "temperature": 0.0})
+    narrow = chat(**{**request, "extra_body": {**IDS, "top_k": 1}}, seed=5)
+    greedy = chat(**{**request, "temperature": 0.0})
     assert narrow.choices[0].token_ids == greedy.choices[0].token_ids
     stop = greedy.choices[0].token_ids[2]
-    cut = chat(**{**asked, "temperature": 0.0, "extra_body": {**IDS, "stop_token_ids": [stop]}})
+    cut = chat(**{**request, "temperature": 0.0, "extra_body": {**IDS, "stop_token_ids": [stop]}})
     first = greedy.choices[0].token_ids.index(stop)
     assert cut.choices[0].token_ids == greedy.choices[0].token_ids[: first + 1]
     assert cut.choices[0].finish_reason == "stop"
+
+
+def test_response_equals_the_chat_completion(client: Client, chat: Any, tiny_model: Path) -> None:
+    url = picture_url(21)
+    part = {"type": "image_url", "image_url": {"url": url}}
+    completion = chat(messages=[{"role": "user", "content": [part]}], max_tokens=12)
+    address = f"http://{client.host}:{client.port}/v1"
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as made:
+        asked: dict[str, Any] = {
+            "model": tiny_model.name,
+            "input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}],
+            "max_output_tokens": 12,
+            "temperature": 0.0,
+            "top_p": 0.9,
+        }
+        whole = made.responses.create(**asked)
+        with made.responses.stream(**asked) as stream:
+            streamed = list(stream)[-1].response
+        assert whole.output_text == completion.choices[0].message.content == streamed.output_text
+        assert whole.status == streamed.status == "incomplete"
+        assert whole.usage.input_tokens == completion.usage.prompt_tokens
+        for change, param in (
+            ({"previous_response_id": whole.id}, "previous_response_id"),
+            ({"temperature": -1.0}, "temperature"),
+            ({"max_output_tokens": MAX_LEN}, "input"),
+            ({"input": [{"role": "user", "content": [IMAGE]}]}, URL.replace("messages", "input")),
+        ):
+            with pytest.raises(openai.APIStatusError) as caught:
+                made.responses.create(**{**asked, **change})
+            assert caught.value.param == param
+
+
+def test_stop_string_ends_an_answer_like_a_stop_token(chat: Any, renderer: Renderer) -> None:
+    asked = {"messages": [shown(1)], "max_tokens": 24, "extra_body": IDS, "logprobs": True}
+    whole = chat(**asked).choices[0]
+    text = renderer.decode(whole.token_ids)
+    stop = text[9:11]
+    kept = min(k for k in range(25) if stop in renderer.decode(whole.token_ids[:k]))
+    assert 0 < kept < 24
+    for stops in (stop, ["never said", stop]):
+        answer = chat(**asked, stop=stops)
+        choice = answer.choices[0]
+        assert choice.token_ids == whole.token_ids[:kept] and choice.finish_reason == "stop"
+        assert choice.message.content == text[: text.find(stop)]
+        assert answer.usage.completion_tokens == kept
+        drawn = [entry.logprob for entry in choice.logprobs.content]
+        assert drawn == pytest.approx([e.logprob for e in whole.logprobs.content[:kept]], abs=1e-5)
+    assert chat(**asked, stop="never said").choices[0].finish_reason == "length"
 
 
 def test_logprobs_match_the_generate_protocol(
@@ -197,7 +247,9 @@ WRONG = [
     ({"temperature": -1.0}, 400, "temperature"),
     ({"extra_body": {"min_p": "x"}}, 400, "min_p"),
     ({"extra_body": {"beam": 3}}, 400, "beam"),
-    ({"stop": ["x"]}, 400, "stop"),
+    ({"stop": [""]}, 400, "stop[0]"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"n": 65}, 400, "n"),
     ({"tools": [LOOK], "tool_choice": "required"}, 400, "tool_choice"),
     ({"max_tokens": MAX_LEN}, 400, "messages"),
 ]
@@ -231,9 +283,9 @@ def test_unknown_urls_and_methods_return_the_standard_error(client: Client) -> N
 
 
 def test_uncallable_tools_are_not_rendered(chat: Any) -> None:
-    asked = {"messages": [{"role": "user", "content": "Hi"}], "extra_body": IDS}
-    without = chat(**asked)
-    hidden = chat(**asked, tools=[LOOK], tool_choice="none")
-    offered = chat(**asked, tools=[LOOK])
+    request = {"messages": [{"role": "user", "content": "Hi"}], "extra_body": IDS}
+    without = chat(**request)
+    hidden = chat(**request, tools=[LOOK], tool_choice="none")
+    offered = chat(**request, tools=[LOOK])
     assert hidden.prompt_token_ids == without.prompt_token_ids
     assert len(offered.prompt_token_ids) > len(without.prompt_token_ids)

@@ -43,31 +43,31 @@ Prompt = tuple[list[int], list[Slot]]
 
 @pytest.fixture(scope="module")
 def client(settings: ServerSpec) -> Iterator[Client]:
-    """A server that keeps its first weights."""
-    with live(settings) as made:
-        yield made
+    """A server that never changes its weights."""
+    with live(settings) as live_client:
+        yield live_client
 
 
 @pytest.fixture
 def fresh(settings: ServerSpec) -> Iterator[Client]:
-    """A server of the test's own, for tests that change its weights."""
-    with live(settings) as made:
-        yield made
+    """A server for one test that changes its weights."""
+    with live(settings) as client:
+        yield client
 
 
 @pytest.fixture
 def odd(odd_settings: ServerSpec) -> Iterator[Client]:
     """A server without caches, with few rows and a small queue, that keeps old keys and values."""
-    with live(odd_settings) as made:
-        yield made
+    with live(odd_settings) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
 def block(client: Client, reference: Reference) -> int:
-    """Tokens whose keys and values an engine keeps, or forgets, together; 0 keeps none."""
+    """Number of tokens in a unit of the engine's KV cache. 0 if it caches none."""
     if client.engine == "torch":
         return 1
-    # vLLM keeps none of latent attention on a CPU, where its kernels cannot begin in the middle.
+    # On a CPU, vLLM caches no latent attention, because its kernels cannot start in the middle.
     return 0 if reference.family.name == "kimi_k25" else 32
 
 
@@ -78,13 +78,13 @@ def reference(tiny_model: Path, media: MediaStore) -> Reference:
 
 @pytest.fixture(scope="module")
 def prompts(reference: Reference, media: MediaStore) -> list[Prompt]:
-    """Three with images of different sizes, one without."""
-    made = []
+    """Return three prompts with images of different sizes, and one without images."""
+    prompts_of_turns = []
     for i, (width, height) in enumerate(SIZES):
         ref = media.put(Image.new("RGB", (width, height), (80 * i, 200, 30)))
-        made.append(reference.renderer.render([user("What is it?" * (i + 1), ref)]))
-    made.append(reference.renderer.render([user("Hello.")]))
-    return [(rendered.token_ids, rendered.slots) for rendered in made]
+        prompts_of_turns.append(reference.renderer.render([user("What is it?" * (i + 1), ref)]))
+    prompts_of_turns.append(reference.renderer.render([user("Hello.")]))
+    return [(rendered.token_ids, rendered.slots) for rendered in prompts_of_turns]
 
 
 def logprobs_of(answer: GenerateResponse) -> list[float]:
@@ -105,8 +105,8 @@ def test_logprobs_match_a_plain_forward_pass(
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=3)
     answers = [together.generate(*prompt, params) for prompt in prompts]
     for (tokens, slots), answer in zip(prompts, answers, strict=True):
-        said = answer.result().choices[0].token_ids
-        expected = reference.logprobs(tokens, said, slots, temperature)
+        token_ids = answer.result().choices[0].token_ids
+        expected = reference.logprobs(tokens, token_ids, slots, temperature)
         np.testing.assert_allclose(logprobs_of(answer.result()), expected, atol=TOLERANCE)
 
 
@@ -121,16 +121,18 @@ def test_logprobs_are_exact_over_turns_with_cached_keys_and_values(
         params = SamplingParams(max_tokens=6, seed=turn)
         answer = client.generate(tokens, slots, params, rollout_id="rollout")
         assert answer.sightline is not None
-        # All that the engine computed in the last turn: its prompt and answer but one token.
+        # The engine computed the last turn's prompt, and its answer except one token.
         # vLLM reuses whole blocks, or nothing.
         assert answer.sightline.cached_tokens == (known // block * block if block else 0)
         assert len(answer.sightline.pixel_digests) == len(slots)
-        said = answer.choices[0].token_ids
-        expected = reference.logprobs(tokens, said, slots)
+        token_ids = answer.choices[0].token_ids
+        expected = reference.logprobs(tokens, token_ids, slots)
         np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
-        known = len(tokens) + len(said) - 1
-        shown = media.put(Image.new("RGB", (64, 32 * (turn + 1)), (9, 90, 60 * turn)))
-        tokens, slots = next_turn(reference.renderer, tokens, slots, said, user("And?", shown))
+        known = len(tokens) + len(token_ids) - 1
+        image_ref = media.put(Image.new("RGB", (64, 32 * (turn + 1)), (9, 90, 60 * turn)))
+        tokens, slots = next_turn(
+            reference.renderer, tokens, slots, token_ids, user("And?", image_ref)
+        )
 
 
 def test_greedy_decoding_matches_transformers(
@@ -233,12 +235,12 @@ def test_top_k_and_top_p_renormalize_the_remaining_tokens(
 def expected_cut(
     probs: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> dict[int, float]:
-    """The distribution by the book: least probability, then count, then mass."""
-    kept = [int(i) for i in np.argsort(-probs) if probs[i] >= min_p * probs.max()]
-    kept = kept[: top_k or None]
-    mass = probs[kept] / probs[kept].sum()
-    kept = [token for i, token in enumerate(kept) if i == 0 or mass[:i].sum() < top_p]
-    return {token: float(probs[token] / probs[kept].sum()) for token in kept}
+    """Compute the filtered distribution plainly: min-p, then top-k, then top-p."""
+    tokens = [int(i) for i in np.argsort(-probs) if probs[i] >= min_p * probs.max()]
+    tokens = tokens[: top_k or None]
+    mass = probs[tokens] / probs[tokens].sum()
+    tokens = [token for i, token in enumerate(tokens) if i == 0 or mass[:i].sum() < top_p]
+    return {token: float(probs[token] / probs[tokens].sum()) for token in tokens}
 
 
 def test_pads_are_never_sampled_even_with_the_highest_logit(
@@ -253,15 +255,15 @@ def test_pads_are_never_sampled_even_with_the_highest_logit(
     assert int(model.logits(tokens, slots)[-1].argmax()) in pads
     manifest, _ = write_weights(tmp_path, dict(model.model.named_parameters()), 1, 0)
     fresh.adopt(manifest)
-    said = set()
+    sampled_ids = set()
     for seed in range(6):
         for temperature in (0.0, 1.0, 2.0):
             params = SamplingParams(max_tokens=2, temperature=temperature, seed=seed)
             answer = fresh.generate(tokens, slots, params)
-            said |= set(answer.choices[0].token_ids)
+            sampled_ids |= set(answer.choices[0].token_ids)
             expected = model.logprobs(tokens, answer.choices[0].token_ids, slots, temperature or 1)
             np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
-    assert said.isdisjoint(pads)
+    assert sampled_ids.isdisjoint(pads)
 
 
 # --- many at once
@@ -286,11 +288,11 @@ def test_late_request_is_answered_while_earlier_ones_decode(
 def test_repeated_image_is_decoded_and_encoded_once(
     fresh: Client, settings: ServerSpec, reference: Reference, media: MediaStore
 ) -> None:
-    shown = reference.renderer.render([user(media.put(Image.new("RGB", (64, 64), (3, 1, 4))))])
+    rendered = reference.renderer.render([user(media.put(Image.new("RGB", (64, 64), (3, 1, 4))))])
     together = Together(fresh)
     params = SamplingParams(max_tokens=2)
-    with encodings(fresh, settings, shown.slots[0]) as num_encoded:
-        answers = [together.generate(shown.token_ids, shown.slots, params) for _ in range(16)]
+    with encodings(fresh, settings, rendered.slots[0]) as num_encoded:
+        answers = [together.generate(rendered.token_ids, rendered.slots, params) for _ in range(16)]
         for answer in answers:
             answer.result()
         assert fresh.totals()["images_made"] == 1
@@ -299,9 +301,8 @@ def test_repeated_image_is_decoded_and_encoded_once(
 
 @contextmanager
 def encodings(client: Client, settings: ServerSpec, slot: Slot) -> Iterator[Callable[[], float]]:
-    """How often the image of `slot`, the only one shown, goes through the vision tower.
-
-    vLLM does not count it: a hook in its worker writes down what the tower gets.
+    """Count how often the image of `slot` goes through the vision tower. vLLM does not count this,
+    so a hook in its worker records the tower's inputs.
     """
     if client.engine == "torch":
         before = client.totals()["images_encoded"]
@@ -322,9 +323,8 @@ def encodings(client: Client, settings: ServerSpec, slot: Slot) -> Iterator[Call
 def publish(
     model: Path, root: Path, version: int, vision_version: int, scale: float, reference: Reference
 ) -> tuple[Path, Reference]:
-    """A version with `scale` times the checkpoint's weights, in several files, and its witness.
-
-    The vision tower changes only where `vision_version` says so.
+    """Publish `scale` times the checkpoint's weights in several files, and load the reference
+    model. The vision tower changes only if `vision_version` does.
     """
     changed = Reference(model, reference.store)
     vision = load_serving(model, reference.family).vision_prefixes(reference.family)
@@ -366,10 +366,10 @@ def test_turn_after_an_update_reuses_no_old_cache(
     fresh: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     tokens, slots = prompts[2]
-    said = fresh.generate(tokens, slots).choices[0].token_ids
+    token_ids = fresh.generate(tokens, slots).choices[0].token_ids
     manifest, changed = publish(tiny_model, tmp_path, 1, 1, 0.8, reference)
     fresh.adopt(manifest)
-    tokens, slots = next_turn(reference.renderer, tokens, slots, said, user("Again?"))
+    tokens, slots = next_turn(reference.renderer, tokens, slots, token_ids, user("Again?"))
     answer = fresh.generate(tokens, slots)
     assert answer.sightline is not None and answer.sightline.cached_tokens == 0
     expected = changed.logprobs(tokens, answer.choices[0].token_ids, slots)
@@ -389,7 +389,7 @@ def test_image_features_survive_an_update_of_text_weights_only(
     tokens, slots = rendered.token_ids, rendered.slots
     with encodings(fresh, settings, slots[0]) as num_encoded:
         fresh.generate(tokens, slots)
-        made = fresh.totals()["images_made"]
+        images_made = fresh.totals()["images_made"]
         for version, vision_version, encoded in ((1, 0, 1), (2, 2, 2)):
             manifest, changed = publish(
                 tiny_model, tmp_path, version, vision_version, 1.1, reference
@@ -397,7 +397,7 @@ def test_image_features_survive_an_update_of_text_weights_only(
             fresh.adopt(manifest)
             answer = fresh.generate(tokens, slots)
             assert num_encoded() == encoded
-            assert fresh.totals()["images_made"] == made
+            assert fresh.totals()["images_made"] == images_made
             expected = changed.logprobs(tokens, answer.choices[0].token_ids, slots)
             np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
 
@@ -438,14 +438,14 @@ def test_broken_weights_are_refused_and_old_ones_kept(
     error = client.refused(json.dumps({"manifest": str(manifest)}).encode(), "/sightline/v1/adopt")
     assert (error.code, error.type) == (422, "weights")
     assert client.get("/health")["version"] == "0"
-    # A prompt whose keys and values were kept may differ in the last bits.
+    # With cached keys and values, a prompt may differ in the last bits.
     after = client.generate(*prompts[0])
     assert after.choices[0].token_ids == before.choices[0].token_ids
     np.testing.assert_allclose(logprobs_of(after), logprobs_of(before), atol=TOLERANCE)
 
 
 def forge(manifest: Path, data: bytes) -> None:
-    """Makes the manifest name bytes that are whole, but no weights."""
+    """Make the manifest name a complete file that contains no weights."""
     import hashlib
 
     manifest.with_name("model.safetensors").write_bytes(data)
@@ -460,8 +460,8 @@ def forge(manifest: Path, data: bytes) -> None:
 def as_json(client: Client, prompt: Prompt, **params: Any) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=2, **params)
     request = GenerateRequest.of(*prompt, sampling, client.modality)
-    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(request))
-    return found
+    body: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(request))
+    return body
 
 
 def put_at(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -603,7 +603,7 @@ def test_wrong_image_grid_is_a_400(client: Client, prompts: list[Prompt]) -> Non
 def lost(
     client: Client, prompts: list[Prompt], media: MediaStore, colour: int
 ) -> tuple[bytes, Path]:
-    """A request for an image of its own, and the image's file."""
+    """Return a request with its own image, and the image's file."""
     tokens, slots = prompts[0]
     ref = media.put(Image.new("RGB", (32, 32), (1, 2, colour)))
     item: MediaItem = msgspec.structs.replace(slots[0].item, ref=ref)
@@ -626,16 +626,16 @@ def test_bad_image_file_fails_only_its_request(
     client: Client, prompts: list[Prompt], media: MediaStore, fault: str, code: int
 ) -> None:
     body, file = lost(client, prompts, media, code % 256)
-    kept = file.read_bytes()
+    data = file.read_bytes()
     file.unlink()
     if fault == "corrupt":
-        file.write_bytes(kept[:-4] + b"oops")
+        file.write_bytes(data[:-4] + b"oops")
     elif fault == "unavailable":
         file.mkdir()
     error = client.refused(body)
     assert (error.code, error.type) == (code, f"media_{fault}")
     file.rmdir() if fault == "unavailable" else file.unlink(missing_ok=True)
-    file.write_bytes(kept)  # a failure is not remembered
+    file.write_bytes(data)  # a failure is not remembered
     assert client.call("POST", "/inference/v1/generate", body)[0] == 200
 
 
@@ -697,7 +697,7 @@ def test_disconnected_client_frees_its_row(client: Client, prompts: list[Prompt]
     assert client.now()["running"] == 0
 
 
-# --- what it says about itself
+# --- health and metrics
 
 
 def test_health_and_metrics_report_the_served_version(
@@ -722,13 +722,13 @@ def test_health_and_metrics_report_the_served_version(
 def test_requests_in_flight_get_503_when_the_server_stops(
     settings: ServerSpec, prompts: list[Prompt]
 ) -> None:
-    found: list[Any] = []
+    refusals: list[Any] = []
     with live(settings) as ending:
         body = put_at(as_json(ending, prompts[0]), "sampling_params.max_tokens", 3500)
         thread = threading.Thread(
-            target=lambda: found.append(ending.refused(json.dumps(body).encode()))
+            target=lambda: refusals.append(ending.refused(json.dumps(body).encode()))
         )
         thread.start()
         ending.wait_for("now", "running", 1)
     thread.join(20)
-    assert (found[0].code, found[0].type) == (503, "stopping")
+    assert (refusals[0].code, refusals[0].type) == (503, "stopping")

@@ -1,4 +1,4 @@
-"""Versions that are adapters, on every engine: they serve what their merged weights would."""
+"""Versions that are adapters, on every engine: results equal those of merged weights."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def fresh(settings: ServerSpec) -> Iterator[Client]:
-    with live(settings) as made:
-        yield made
+    with live(settings) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def prompt(reference: Reference, media: MediaStore) -> tuple[list[int], list[Slo
 def made_up(
     reference: Reference, ends: tuple[str, ...], trains: str = "", seed: int = 0
 ) -> tuple[Tensors, Adapter, Tensors]:
-    """An adapter of every matrix whose name ends so, what it stands on, and the merged weights.
+    """Return an adapter for every matrix whose name ends so, its base, and the merged weights.
 
-    A parameter whose name has `trains` in it is trained whole.
+    A parameter whose name contains `trains` is trained fully.
     """
     rng = torch.Generator().manual_seed(seed)
     base = {name: p.detach() for name, p in reference.model.named_parameters()}
@@ -107,7 +107,7 @@ def test_adapter_serves_bit_identically_to_its_merged_weights(
 
 
 def another(reference: Reference, ends: tuple[str, ...], trains: str) -> tuple[Tensors, int, int]:
-    """A later version: it is added to the base, not to the version before."""
+    """Publish a later version. It is added to the base, not to the previous version."""
     return made_up(reference, ends, trains, seed=1)[0], 4, 4
 
 

@@ -1,5 +1,7 @@
-"""The generate protocol on a model whose layers carry a state from token to token: what it says is
-what transformers says, alone and in company, and what the trainer computes."""
+"""The generate protocol on a model with recurrent layers.
+
+Results equal those of transformers and the trainer, alone and in a batch.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.feed import BatchPreparer
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.generate import GenerateResponse, SamplingParams
@@ -40,7 +43,7 @@ Prompt = tuple[list[int], list[Slot]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers of both kinds, twice, and weights under which a state matters."""
+    """Write a model with two layers of each kind, with weights under which the state matters."""
     path = tmp_path_factory.mktemp("models") / "recurrent"
     write_tiny("qwen_vl", path, seed=0, type="qwen3_5", layers=4, initializer_std=0.1)
     return path
@@ -61,14 +64,14 @@ def settings(model: Path, media: MediaStore) -> ServerSpec:
 
 @pytest.fixture(scope="module")
 def client(settings: ServerSpec) -> Iterator[Client]:
-    with live(settings) as made:
-        yield made
+    with live(settings) as live_client:
+        yield live_client
 
 
 @pytest.fixture
 def fresh(settings: ServerSpec) -> Iterator[Client]:
-    with live(settings) as made:
-        yield made
+    with live(settings) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +83,13 @@ def reference(model: Path, media: MediaStore) -> Reference:
 def prompts(reference: Reference, media: MediaStore) -> list[Prompt]:
     """Return prompts of many lengths, two of them alike, with zero to two images each."""
     rng = random.Random(0)
-    made = []
+    built = []
     for i in range(8):
-        shown = [media.put(making.image(rng)) for _ in range(i % 3)]
+        refs = [media.put(making.image(rng)) for _ in range(i % 3)]
         words = " ".join(rng.choices(making.WORDS, k=1 + 7 * (i % 7)))
-        rendered = reference.renderer.render([user(words, *shown)])
-        made.append((rendered.token_ids, rendered.slots))
-    return [*made, made[0]]
+        rendered = reference.renderer.render([user(words, *refs)])
+        built.append((rendered.token_ids, rendered.slots))
+    return [*built, built[0]]
 
 
 def logprobs_of(answer: GenerateResponse) -> list[float]:
@@ -96,7 +99,7 @@ def logprobs_of(answer: GenerateResponse) -> list[float]:
 
 
 def all_of(client: Client, prompts: list[Prompt], params: SamplingParams) -> list[GenerateResponse]:
-    """The answers to requests that are in flight together."""
+    """Return the answers to concurrent requests."""
     together = Together(client)
     answers = [together.generate(*prompt, params) for prompt in prompts]
     return [answer.result() for answer in answers]
@@ -153,7 +156,7 @@ def test_turn_computes_only_new_tokens_and_matches_the_trainer(
     for i in range(5):
         rendered = renderer.render([user("see " * i, media.put(making.image(rng)))])
         talks.append((rendered.token_ids, rendered.slots))
-    said: list[list[tuple[int, list[float]]]] = [[] for _ in talks]
+    sampled: list[list[tuple[int, list[float]]]] = [[] for _ in talks]
     for turn in range(3):
         for seed in itertools.count(100 * turn):
             params = SamplingParams(max_tokens=10, seed=seed)
@@ -166,24 +169,23 @@ def test_turn_computes_only_new_tokens_and_matches_the_trainer(
         for i, (answer, other) in enumerate(zip(answers, others, strict=True)):
             tokens, slots = talks[i]
             assert answer.sightline is not None and other.sightline is not None
-            # All but the last token that was said: nothing had followed it.
-            known = said[i][-1][0] + 9 if turn else 0
+            # All but the last sampled token, which had no successor.
+            known = sampled[i][-1][0] + 9 if turn else 0
             assert (answer.sightline.cached_tokens, other.sightline.cached_tokens) == (known, 0)
             assert answer.choices[0].token_ids == other.choices[0].token_ids
             np.testing.assert_allclose(logprobs_of(answer), logprobs_of(other), atol=TOLERANCE)
             assert len(answer.sightline.pixel_digests) == len(slots)
-            said[i].append((len(tokens), logprobs_of(answer)))
-            # Not a user's: a new question would drop the reasoning of the turns before it.
-            shown = Message("tool", (ImagePart(media.put(making.image(rng))),))
-            talks[i] = next_turn(renderer, tokens, slots, answer.choices[0].token_ids, shown)
-    samples = [sample(*talk, said[i], name=f"t{i}") for i, talk in enumerate(talks)]
+            sampled[i].append((len(tokens), logprobs_of(answer)))
+            # Use a tool message: a user's question would drop the reasoning of earlier turns.
+            message = Message("tool", (ImagePart(media.put(making.image(rng))),))
+            talks[i] = next_turn(renderer, tokens, slots, answer.choices[0].token_ids, message)
+    samples = [sample(*talk, sampled[i], name=f"t{i}") for i, talk in enumerate(talks)]
     learner = making.build_learner(
         making.model_config(model), making.trainer_config(), media, steps=10
     )
     materializer = Materializer(learner.family, media, 1 << 24)
     preparer = BatchPreparer(
-        learner.family,
-        materializer,
+        MicroBatchPixels(materializer),
         PackSize(4096, 4096),
         BadMediaPolicy(allows_unverified_pixels=True),
     )
@@ -197,11 +199,11 @@ def test_turn_computes_only_new_tokens_and_matches_the_trainer(
 
 
 def sample(
-    tokens: list[int], slots: list[Slot], said: list[tuple[int, list[float]]], name: str
+    tokens: list[int], slots: list[Slot], answers: list[tuple[int, list[float]]], name: str
 ) -> Sample:
-    """A whole conversation, in which the answers train."""
-    logprobs = [logprob for _, part in said for logprob in part]
-    trained = [np.arange(start, start + len(part)) for start, part in said]
+    """Return a whole conversation whose answers train."""
+    logprobs = [logprob for _, part in answers for logprob in part]
+    trained = [np.arange(start, start + len(part)) for start, part in answers]
     num = len(logprobs)
     return Sample(
         trace_id=name,
@@ -213,7 +215,7 @@ def sample(
         logprobs=Array.of(logprobs, "float32"),
         advantages=Array.of(np.ones(num), "float32"),
         versions=Array.of(np.zeros(num), "int32"),
-        segments=[Segment(s, s + len(part), node=i) for i, (s, part) in enumerate(said)],
+        segments=[Segment(s, s + len(part), node=i) for i, (s, part) in enumerate(answers)],
         items=[slot.item for slot in slots],
         slots=[Slot(s.offset, s.length, i) for i, s in enumerate(slots)],
     )
@@ -237,8 +239,8 @@ def test_update_during_answers_prefills_them_again(
         assert choice.weight_versions is not None
         first, second = choice.weight_versions
         assert (first.version, second.version, second.end) == ("0", "7", 120)
-        found = logprobs_of(answer.result())
+        logprobs = logprobs_of(answer.result())
         for span, witness in ((first, reference), (second, changed)):
             expected = witness.logprobs(tokens, choice.token_ids, slots)[span.start : span.end]
-            np.testing.assert_allclose(found[span.start : span.end], expected, atol=1e-4)
+            np.testing.assert_allclose(logprobs[span.start : span.end], expected, atol=1e-4)
     assert fresh.totals()["prefilled_again"] == 3

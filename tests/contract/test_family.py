@@ -1,10 +1,9 @@
-"""Promises of every family, on every checkpoint of conftest.
+"""Guarantees of every family, on every checkpoint of conftest.
 
-1. A layout needs an image's size alone, and its grid is the one that transformers' processor has.
-2. Patches are uint8, as many as the grid says, each pixel once; equal images, and only those, give
-   equal patches.
-3. An item that another configuration made, or with a wrong grid, is refused.
-4. Positions go on where the last ones ended.
+1. A layout needs only an image's size, and its grid equals that of transformers' processor.
+2. Patches are uint8 and contain each pixel once. Equal images, and only those, have equal patches.
+3. An item with other settings or a wrong grid is refused.
+4. Positions continue after the previous ones.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def test_patches_hold_each_pixel_once(seeing: Any) -> None:
         patches = seeing.family.patches(seeing.store.image(ref), seeing.family.item(ref))
         values = patches.size / seeing.case.value_bytes
         sizes.append(values / (3 * layout.height * layout.width))
-    # Padding adds to small images; a frame that stands there twice doubles all of them.
+    # Padding enlarges small images, and a repeated frame doubles all of them.
     assert 1 <= min(sizes) < 2
 
 
@@ -201,8 +200,8 @@ def test_positions_continue_after_the_previous_span(
 
 
 def test_text_advances_every_axis_by_one(seeing: Any) -> None:
-    found, end = seeing.family.positions(7, [], 5)
-    assert np.array_equal(found, np.tile(np.arange(5, 12), (seeing.family.num_axes, 1)))
+    positions, end = seeing.family.positions(7, [], 5)
+    assert np.array_equal(positions, np.tile(np.arange(5, 12), (seeing.family.num_axes, 1)))
     assert end == 12
 
 

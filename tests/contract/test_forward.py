@@ -1,10 +1,10 @@
-"""Promises of every family's torch half, on every checkpoint of conftest with weights.
+"""Guarantees of every family's torch half, on every checkpoint of conftest with weights.
 
 1. It packs as the family declares: no sequence depends on the others in its pack.
-2. Images are encoded apart from one another, and shown where the places say.
-3. The vision parameters are all that the features of an image depend on.
-4. The engine says the logprobs of one forward pass, and the trainer moves every parameter.
-5. The tiny checkpoint of a seed is always the same.
+2. Images are encoded separately, and inserted at the given indices.
+3. Image features depend only on the vision parameters.
+4. The engine's logprobs equal those of one forward pass, and the trainer updates every parameter.
+5. The same seed always gives the same tiny checkpoint.
 6. Blocks can be sharded one by one, and the smallest image goes through the whole tower.
 """
 
@@ -35,6 +35,7 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.forward_pass import compute_hidden
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire import MediaItem, Slot
 from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch
@@ -52,7 +53,7 @@ def forward(computing: Any) -> Forward:
 
 def prepare(computing: Any, samples: Sequence[Any], limit: PackSize) -> ReadyBatch:
     materializer = Materializer(computing.family, computing.store, max_bytes=1 << 24)
-    preparer = BatchPreparer(computing.family, materializer, limit)
+    preparer = BatchPreparer(MicroBatchPixels(materializer), limit)
     ready = preparer.prepare(Batch(1, list(samples)), digest="").with_pixels()
     materializer.close()
     return ready
@@ -72,7 +73,7 @@ def hidden(
     slots: Sequence[Slot],
     features: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(T, H) of one sequence, in one pass."""
+    """Return (T, H) of one sequence, computed in one pass."""
     if slots and features is None:
         features = encoded(computing, forward, [slot.item for slot in slots])
     return forward.hidden(
@@ -85,12 +86,12 @@ def hidden(
 
 
 def positions(computing: Any, num_tokens: int, slots: Sequence[Slot]) -> torch.Tensor:
-    found, _ = computing.family.positions(num_tokens, slots)
-    return torch.from_numpy(found.astype(np.int64))[:, None]
+    computed, _ = computing.family.positions(num_tokens, slots)
+    return torch.from_numpy(computed.astype(np.int64))[:, None]
 
 
 def shown(computing: Any, i: int) -> list[MediaRef]:
-    """Image `i`, where the checkpoint shows any."""
+    """Return image `i` if the checkpoint supports images."""
     return computing.refs[i : i + 1] if computing.family.shows_media else []
 
 
@@ -105,13 +106,13 @@ def places_of(computing: Any, slots: Sequence[Slot]) -> torch.Tensor | None:
 def test_packed_sequences_match_separate_ones(computing: Any, forward: Forward) -> None:
     samples = making.samples(computing.path, computing.store, count=5)
     packed, alone = (prepare(computing, samples, limit) for limit in (WHOLE, ALONE))
-    # In formats with a common prefix the first group is a tree, in a micro-batch of its own.
+    # In formats with a common prefix, the first group is a tree in its own micro-batch.
     assert len(packed.micro_batches) in (1, 2)
     assert len(alone.micro_batches) == len(samples)
     together, apart = gradients(computing, forward, packed), gradients(computing, forward, alone)
     assert together.keys() == apart.keys()
     tolerance = computing.case.gradient_tolerance
-    # Gradients that are rounding noise are measured against the size of an ordinary one.
+    # Gradients of pure rounding noise are compared with the size of an ordinary one.
     floor = 1e-3 * max(float(gradient.norm()) for gradient in apart.values())
     for name, gradient in apart.items():
         size = max(float(gradient.norm()), floor)
@@ -196,15 +197,15 @@ def test_pixels_are_bit_identical_to_the_checkpoints_processor(
         item = family.item(MediaRef("0" * 64, "image/png", *size, 1))
         patches = family.patches(image, item)
         if hasattr(family, "rows"):
-            found = {"pixel_values": family.rows(patches), "image_grid_thw": [item.grid]}
+            arrays = {"pixel_values": family.rows(patches), "image_grid_thw": [item.grid]}
         else:
-            found = forward.read_arrays(torch.from_numpy(patches), [item.grid])
+            arrays = forward.read_arrays(torch.from_numpy(patches), [item.grid])
         wanted = make(computing, image)
-        for name, array in found.items():
+        for name, array in arrays.items():
             ours, theirs = np.asarray(array), np.asarray(wanted[name])
             # Some processors fill up to a fixed number of patches.
-            kept = tuple(slice(0, length) for length in ours.shape)
-            assert np.array_equal(ours, theirs[kept]), (name, size)
+            slices = tuple(slice(0, length) for length in ours.shape)
+            assert np.array_equal(ours, theirs[slices]), (name, size)
             assert len(np.unique(theirs[:, ours.shape[1] :])) <= 1, (name, size)
 
 
@@ -250,22 +251,22 @@ def test_engine_logprobs_match_one_forward_pass(computing: Any, forward: Forward
     )
     rendered = renderer.render([user("Look.", *shown(computing, 2))])
     tokens, slots = rendered.token_ids, rendered.slots
-    with live(settings) as made:
-        client = replace(made, modality=computing.family.modality)
+    with live(settings) as live_client:
+        client = replace(live_client, modality=computing.family.modality)
         for turn in range(2):
             params = SamplingParams(
                 max_tokens=6, seed=turn, stop_token_ids=list(renderer.stop_token_ids)
             )
             choice = client.generate(tokens, slots, params).choices[0]
             assert choice.logprobs is not None
-            said = choice.token_ids
-            expected = logprobs(computing, forward, tokens, said, slots)
-            got = [entry.logprob for entry in choice.logprobs.content]
-            np.testing.assert_allclose(got, expected, atol=TOLERANCE)
+            token_ids = choice.token_ids
+            expected = logprobs(computing, forward, tokens, token_ids, slots)
+            engine_logprobs = [entry.logprob for entry in choice.logprobs.content]
+            np.testing.assert_allclose(engine_logprobs, expected, atol=TOLERANCE)
             new = user("And?", *shown(computing, turn))
             if computing.case.wants_query:  # a question would rewrite history
                 new = Message("tool", new.content)
-            tokens, slots = next_turn(renderer, tokens, slots, said, new)
+            tokens, slots = next_turn(renderer, tokens, slots, token_ids, new)
 
 
 @torch.no_grad()
@@ -273,14 +274,16 @@ def logprobs(
     computing: Any,
     forward: Forward,
     prompt: Sequence[int],
-    said: Sequence[int],
+    completion: Sequence[int],
     slots: Sequence[Slot],
 ) -> np.ndarray:
     """Return the logprobs of the tokens in `said`, without banned ids."""
-    states = hidden(computing, forward, [*prompt, *said], slots)[len(prompt) - 1 : -1]
+    states = hidden(computing, forward, [*prompt, *completion], slots)[len(prompt) - 1 : -1]
     logits = forward.logits(states)
     logits[:, list(computing.renderer.pad_token_ids)] = float("-inf")
-    chosen: np.ndarray = logits.log_softmax(-1).gather(1, torch.tensor(said)[:, None])[:, 0].numpy()
+    chosen: np.ndarray = (
+        logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].numpy()
+    )
     return chosen
 
 
@@ -310,7 +313,7 @@ def test_equal_seeds_write_equal_checkpoints(computing: Any, tmp_path: Path) -> 
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Not the bytes: a failure would be explained byte by byte, for minutes."""
+    """Compare digests instead of bytes, because pytest would explain a difference for minutes."""
     return {file.name: sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
@@ -319,9 +322,9 @@ def test_blocks_are_distinct_and_the_smallest_image_uses_the_whole_tower(
 ) -> None:
     """Check the blocks that ranks shard, and the image that a rank without images computes."""
     blocks = forward.blocks()
-    held = [id(parameter) for block in blocks for parameter in block.parameters()]
-    assert len(blocks) > 1 and len(held) == len(set(held))
-    assert set(held) < {id(parameter) for parameter in forward.model.parameters()}
+    ids = [id(parameter) for block in blocks for parameter in block.parameters()]
+    assert len(blocks) > 1 and len(ids) == len(set(ids))
+    assert set(ids) < {id(parameter) for parameter in forward.model.parameters()}
     smallest = forward.blank_image()
     assert (smallest is not None) == computing.family.shows_media
     if smallest is None:

@@ -1,4 +1,4 @@
-"""On every kind of tiny checkpoint the engine says, greedily, what transformers generates."""
+"""The engine's greedy answers equal transformers' on every tiny checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ELSEWHERE = {
     "qwen3_5": "test_engine_recurrent.py",
     "qwen3_5_nonthinking": "test_engine_recurrent.py",
 }
-"""Types that have their own test files, next to this one."""
+"""Types with their own test files."""
 
 
 class Witness:
@@ -59,8 +59,10 @@ class Witness:
         ids = torch.tensor([tokens])
         inputs: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if slots:
-            made = [self.family.patches(self.store.image(s.item.ref), s.item) for s in slots]
-            rows = [self.rows.rows(torch.from_numpy(patches)) for patches in made]
+            image_patches = [
+                self.family.patches(self.store.image(s.item.ref), s.item) for s in slots
+            ]
+            rows = [self.rows.rows(torch.from_numpy(patches)) for patches in image_patches]
             inputs["pixel_values"] = torch.cat(rows)
             inputs["image_grid_thw"] = torch.tensor([slot.item.grid for slot in slots])
             if self.family.num_axes > 1:  # positions follow the images: it wants to know where
@@ -75,8 +77,8 @@ class Witness:
             suppress_tokens=self.banned,
             eos_token_id=None,
         )
-        said: list[int] = out[0, len(tokens) :].tolist()
-        return said
+        completion: list[int] = out[0, len(tokens) :].tolist()
+        return completion
 
 
 def test_every_tiny_checkpoint_type_is_compared() -> None:
@@ -98,10 +100,8 @@ def test_greedy_decoding_matches_transformers(
     registry.write_tiny(family, tmp_path / "model", seed=0, **options)
     witness = Witness(tmp_path / "model", store)
     renderer = load_renderer(tmp_path / "model", store)
-    shown = (
-        [store.put(picture(n, 40 * n, 64)) for n in (1, 2)] if witness.family.shows_media else []
-    )
-    talks = [[user("What is it?", *shown[:1])], [user(*shown, "Both of them?")], [user("Hello.")]]
+    refs = [store.put(picture(n, 40 * n, 64)) for n in (1, 2)] if witness.family.shows_media else []
+    talks = [[user("What is it?", *refs[:1])], [user(*refs, "Both of them?")], [user("Hello.")]]
     prompts = [renderer.render(talk) for talk in talks]
     settings = ServerSpec.of(
         path=tmp_path / "model", media_roots=(store.root,), device="cpu", max_model_len=1024,
@@ -111,10 +111,10 @@ def test_greedy_decoding_matches_transformers(
     with live(settings) as served:
         client = Client(served.host, served.port, witness.family.modality)
         for prompt in prompts:
-            said = client.generate(prompt.token_ids, prompt.slots, params).choices[0].token_ids
-            assert said == witness.says(prompt.token_ids, prompt.slots)
-            # The next prompt begins with this one and its answer: keys and values are taken over.
-            longer = [*prompt.token_ids, *said, *renderer.render([user("More.")]).token_ids]
+            token_ids = client.generate(prompt.token_ids, prompt.slots, params).choices[0].token_ids
+            assert token_ids == witness.says(prompt.token_ids, prompt.slots)
+            # The next prompt begins with this one and its answer, so keys and values are reused.
+            longer = [*prompt.token_ids, *token_ids, *renderer.render([user("More.")]).token_ids]
             answer = client.generate(longer, prompt.slots, params)
             assert answer.choices[0].token_ids == witness.says(longer, prompt.slots)
             assert answer.sightline is not None

@@ -1,6 +1,6 @@
-"""Any program with the OpenAI SDK, against the real tiny model on the embedded engine.
+"""Programs with the OpenAI SDK, against the tiny model on the embedded engine.
 
-The trace holds exactly the engine's input and output, no matter which side leads the conversation.
+The trace contains exactly the engine's input and output.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def server(tiny_model: Path, media: CountingStore) -> Iterator[Client]:
 
 @pytest.fixture
 def play(tiny_model: Path, media: CountingStore, server: Client) -> Any:
-    """Plays a rollout; the trace, after a look at the wire."""
+    """Play a rollout, check the recorded requests, and return the trace."""
 
     return partial(watched, Worker(tiny_model, media, url_of(server)))
 
@@ -65,18 +65,18 @@ def url_of(server: Client) -> str:
 
 def watched(worker: Worker, rollout: Any, **more: Any) -> Trace:
     async def main() -> Trace:
-        seen = Seen()
-        async with wire_to(worker.server, seen) as address:
+        recorder = Seen()
+        async with wire_to(worker.server, recorder) as address:
             trace = await replace(worker, server=address).play(rollout, **more)
         assert not trace.error, trace.error
-        seen.check(trace)
+        recorder.check(trace)
         return trace
 
     return asyncio.run(main())
 
 
 async def loop(chat: Chat, num_turns: int, **more: Any) -> list[Any]:
-    """An agent as they are written everywhere: the whole history goes out with every turn."""
+    """A typical agent, which sends the whole history with every turn."""
     answers, history = [], []
     async with agent(chat) as client:
         for turn in range(num_turns):
@@ -100,13 +100,13 @@ def test_multi_turn_agent_is_one_path_of_the_servers_tokens(
     trace = play(rollout)
     assert trace.forks == {} and not trace.refused_requests
     assert len(trace.branches()) == 1 and len(trace.turns) == NUM_TURNS == trace.num_images_shown
-    # Turn k sends k images; each is decoded, validated and hashed once.
+    # Turn k sends k images. Each is decoded, validated and hashed once.
     assert media.num_put - before == NUM_TURNS
     for node, answer in zip(trace.turns, answers, strict=True):
         assert answer.choices[0].message.content == node.message.text
         assert answer.usage.completion_tokens == node.num_sampled
         assert answer.usage.prompt_tokens == trace.end(node.id) - node.num_sampled
-    # The engine kept the keys and values of every turn but the last token that it said.
+    # The engine cached the keys and values of every turn except its last sampled token.
     assert all(answer.usage.prompt_tokens_details.cached_tokens for answer in answers[1:])
 
 
@@ -144,17 +144,17 @@ def test_streamed_response_equals_the_unstreamed_one(play: Any) -> None:
                     stream=True,
                     stream_options={"include_usage": True},
                 )
-                said = [chunk async for chunk in stream]
-                pieces.append(said)
-                content = "".join(c.choices[0].delta.content or "" for c in said if c.choices)
+                chunks = [chunk async for chunk in stream]
+                pieces.append(chunks)
+                content = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
                 history.append({"role": "assistant", "content": content})
         return 1.0
 
     one, other = play(whole), play(streamed)
     assert other.forks == {}
     assert [n.token_ids for n in one.nodes] == [n.token_ids for n in other.nodes]
-    for said, node in zip(pieces, other.turns, strict=True):
-        *deltas, ending, usage = said
+    for chunks, node in zip(pieces, other.turns, strict=True):
+        *deltas, ending, usage = chunks
         assert deltas[0].choices[0].delta.role == "assistant"
         assert {chunk.choices[0].finish_reason for chunk in deltas} == {None}
         assert ending.choices[0].finish_reason == node.finish_reason
@@ -177,13 +177,13 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng, losses = random.Random(0), list[float]()
     for _ in range(400):
         words = "".join(rng.choices("abcdef gh", k=rng.randrange(1, 40)))
-        told = Message(role="tool", content=text(words[:9]))
-        talk = [user(words), CALL, *(told, CALL) * 3]
+        message = Message(role="tool", content=text(words[:9]))
+        talk = [user(words), CALL, *(message, CALL) * 3]
         rendered = renderer.render(talk, [GO], generation_prompt=False)
         ids = torch.tensor([rendered.token_ids])
         labels = torch.full_like(ids, -100)
-        for said in rendered.trained:
-            labels[0, said.start : said.stop] = ids[0, said.start : said.stop]
+        for span in rendered.trained:
+            labels[0, span.start : span.stop] = ids[0, span.start : span.stop]
         loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -197,23 +197,23 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(300)  # it trains the model first
 def test_tool_calling_model_sees_tool_images(caller: Path, media: CountingStore) -> None:
-    """Calls are sampled, parsed, streamed, run and answered with a picture, turn after turn."""
+    """Sample, parse, stream and run calls, and answer with a picture, turn after turn."""
     turns: list[tuple[str, str]] = []
 
     async def rollout(chat: Chat) -> float:
         history: list[Any] = [{"role": "developer", "content": "ab"}, shown(0, "abc")]
         async with agent(chat) as client:
             for turn in range(4):
-                asked = {"model": "any", "messages": history, "tools": [GO]}
+                request = {"model": "any", "messages": history, "tools": [GO]}
                 if turn % 2:
-                    message = await streamed_message(client, asked)
+                    message = await streamed_message(client, request)
                 else:
-                    answer = await client.chat.completions.create(**asked)
+                    answer = await client.chat.completions.create(**request)
                     turns.append((answer.choices[0].finish_reason, "whole"))
                     message = answer.choices[0].message.model_dump(exclude_none=True)
                 history.append(message)
                 for call in message["tool_calls"]:
-                    # As programs do: the arguments are read, and written in their own way.
+                    # Like real programs, parse the arguments and write them in another form.
                     arguments = json.loads(call["function"]["arguments"])
                     call["function"]["arguments"] = json.dumps(arguments, separators=(",", ":"))
                     part = {"type": "image_url", "image_url": {"url": picture_url(100 + turn)}}
@@ -234,7 +234,7 @@ def test_tool_calling_model_sees_tool_images(caller: Path, media: CountingStore)
 
 
 def check_chat_endpoint(address: str, model: str, trace: Trace) -> None:
-    """The chat endpoint, led through the same turns, gives the engine the same ids."""
+    """The chat endpoint gives the engine the same ids for the same turns."""
     history: list[Any] = [{"role": "developer", "content": "ab"}, shown(0, "abc")]
     with OpenAI(base_url=f"{address}/v1", api_key="none") as client:
         for turn, node in enumerate(trace.turns):
@@ -256,10 +256,10 @@ def check_chat_endpoint(address: str, model: str, trace: Trace) -> None:
             history.append({"role": "tool", "tool_call_id": call.id, "content": [part]})
 
 
-async def streamed_message(client: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """A message put together from its pieces, as programs do it."""
+async def streamed_message(client: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Assemble a message from stream chunks, as programs do."""
     calls: dict[int, dict[str, Any]] = {}
-    async for chunk in await client.chat.completions.create(**asked, stream=True):
+    async for chunk in await client.chat.completions.create(**request, stream=True):
         for piece in chunk.choices[0].delta.tool_calls or ():
             call = calls.setdefault(piece.index, {"type": "function", "function": {}})
             call["id"] = piece.id or call["id"]
@@ -288,7 +288,7 @@ def test_sub_agents_may_send_concurrent_requests(play: Any) -> None:
 
     trace = play(rollout)
     assert len(trace.branches()) == 4 and len(trace.turns) == 12
-    # Each starts a branch of its own, and none of their turns leaves its branch.
+    # Each starts its own branch, and all its turns stay on that branch.
     assert trace.forks == {"diverged": 3}
 
 

@@ -1,6 +1,6 @@
-"""Everything that grows with a request has a limit, and is refused before it costs anything.
+"""Everything that grows with a request has a limit, which is checked before any work.
 
-What is counted is work (characters tokenized, images stored, choices computed), not seconds.
+The tests count work (characters tokenized, images stored, choices computed), not seconds.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_tools_are_bounded_in_size_and_depth(checkpoint: Checkpoint) -> None:
 
 
 class CountingList(list[str]):
-    """Counts how often it is searched from its beginning."""
+    """Counts how often a search starts at the beginning."""
 
     num_searches = 0
 
@@ -136,7 +136,7 @@ def test_wide_schema_is_rendered_in_linear_time(checkpoint: Checkpoint) -> None:
 
 @dataclass
 class Over:
-    """A request that is over a limit by one."""
+    """A request that exceeds a limit by one."""
 
     name: str
     body: Callable[[int], bytes]
@@ -171,8 +171,8 @@ OVER = [
 
 @pytest.fixture(scope="module")
 def client(settings: ServerSpec) -> Any:
-    with live(settings) as made:
-        yield made
+    with live(settings) as live_client:
+        yield live_client
 
 
 @pytest.mark.parametrize("over", OVER, ids=lambda over: over.name)
@@ -234,7 +234,7 @@ def test_body_larger_than_any_sequence_is_not_decoded(client: Client, settings: 
     most = 1024 * settings.inference.max_model_len
     error = client.refused(b" " * (most + 1))
     assert (error.code, error.type) == (413, "too_large") and str(most) in error.message
-    # In chunks, whose number no header tells.
+    # The body is sent in chunks, without a header for its length.
     connection = http.client.HTTPConnection(client.host, client.port, timeout=60)
     headers = {"content-type": "application/json"}
     connection.request("POST", "/inference/v1/generate", iter([b" " * most, b" "]), headers)
@@ -246,12 +246,12 @@ def test_body_larger_than_any_sequence_is_not_decoded(client: Client, settings: 
 def test_json_with_too_many_values_is_not_decoded(
     client: Client, settings: ServerSpec, piece: bytes
 ) -> None:
-    """The limit is what is said, and not what a decoder would say about the fields."""
+    """The error names the limit, not the decoder's error about a field."""
     most = MAX_JSON_VALUES + settings.inference.max_model_len
     values = b"[" + piece * (1 + most // sum(piece.count(mark) for mark in b",[{")) + b"1]"
     error = refuse(client, b'{"messages": ' + values + b"}")
     assert f"values, and at most {most} are decoded" in error["message"]
-    # At a server the body of such a request is over its own limit.
+    # At a server, the body of such a request exceeds another limit first.
     family = load_family(settings.model.path)
     validator = RequestValidator(family, 0, 512, settings.inference.max_model_len, frozenset())
     with pytest.raises(EngineError, match=f"values, and at most {most} are decoded") as refused:
@@ -277,7 +277,7 @@ def test_chat_images_respect_the_stores_reserve(
 
 
 def test_large_requests_do_not_starve_a_small_one(settings: ServerSpec) -> None:
-    """64 choices of eight calls share two rows; a small call waits for the next row only."""
+    """Eight calls of 64 choices share two rows. A small call waits for the next row only."""
     params = partial(SamplingParams, temperature=1.0, seed=1)
     with live(settings.replace(max_num_seqs=2)) as server:
         before = server.totals()["finished"]
@@ -285,7 +285,7 @@ def test_large_requests_do_not_starve_a_small_one(settings: ServerSpec) -> None:
         large = [together.generate([5, 6], (), params(max_tokens=8, n=8)) for _ in range(8)]
         server.wait_for("totals", "requests", 64)
         server.generate([5, 6], (), params(max_tokens=1))
-        # First come first served it would be the last of 65.
+        # Without fairness, it would be the last of 65.
         assert server.totals()["finished"] - before < 48
         for answer in large:
             assert len(answer.result().choices) == 8

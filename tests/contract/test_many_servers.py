@@ -1,5 +1,7 @@
-"""No server knows more than another: where a request goes, and what is cached there, changes
-nothing; and a client that dies takes nothing from the others."""
+"""Results do not depend on which server answers or what it has cached.
+
+A client that dies affects no other client.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ async def round_robin(servers: list[str]) -> AsyncIterator[tuple[str, list[int]]
 
 
 def play_all(servers: list[Client], model: Path, store: MediaStore) -> list[Trace]:
-    """Rollouts side by side, each turn of them at another server."""
+    """Play rollouts concurrently, each turn on another server."""
 
     def talk(number: int) -> Any:
         async def rollout(chat: Chat) -> float:
@@ -110,7 +112,7 @@ def test_two_servers_and_an_uncached_server_match_one_cached_server(
 
 
 class Gated(MediaStore):
-    """Holds back every image until the gate opens."""
+    """Holds back every image until the gate is open."""
 
     def __init__(self, store: MediaStore) -> None:
         super().__init__(store.root)
@@ -137,14 +139,14 @@ def test_killed_client_does_not_cancel_an_image_load_shared_with_another(
     store: MediaStore,
     num_before: int,
 ) -> None:
-    """One thread decodes; with an image before it, theirs is in the queue.
+    """One thread decodes another image first.
 
-    One waits for the image alone, another for the whole prompt, which is computed once.
+    One request waits for the image, another for the whole prompt, which is computed once.
     """
     gated = Gated(store)
     renderer = load_renderer(tiny_model, store)
     ref = store.put(picture(5))
-    rendered, asked = (
+    rendered, prompts = (
         renderer.render([user(words, ref)]) for words in ("What is it?", "What does it show?")
     )
     other = renderer.render([user("And before?", store.put(picture(6)))])
@@ -159,7 +161,7 @@ def test_killed_client_does_not_cancel_an_image_load_shared_with_another(
         first.stdin.write(body)
         first.stdin.close()
         server.wait_for("now", "waiting", num_before + 1)  # the flight is its own
-        second = together.generate(asked.token_ids, asked.slots)
+        second = together.generate(prompts.token_ids, prompts.slots)
         server.wait_for("totals", "pixel_cache_joined", 1)
         third = together.generate(rendered.token_ids, rendered.slots)
         server.wait_for("now", "waiting", num_before + 3)

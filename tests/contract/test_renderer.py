@@ -1,11 +1,11 @@
-"""Promises of every renderer, on every checkpoint of conftest.
+"""Guarantees of every renderer, on every checkpoint of conftest.
 
-1. Its tokens are those of the chat template, each image pad repeated for its image.
-2. Spans tile the tokens, slots lie on pads, and trained tokens are the assistant's own.
-3. `bridge` appends to what was sampled and never changes it.
-4. `parse` gives back what `render` wrote.
+1. Its tokens are those of the chat template, with image pads repeated.
+2. Spans cover all tokens, slots cover pads, and only the assistant's tokens train.
+3. `bridge` appends to sampled tokens and never changes them.
+4. `parse` returns what `render` wrote.
 
-What it must refuse is in test_renderer_refusals.
+test_renderer_refusals has the refusals.
 """
 
 from __future__ import annotations
@@ -23,12 +23,22 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from shards import num_examples
 
-from sightline.message import ImagePart, Message, TextPart, assistant, system, user
+from sightline.errors import MessageError
+from sightline.message import (
+    ImagePart,
+    Message,
+    TextPart,
+    ToolCall,
+    assistant,
+    system,
+    text,
+    user,
+)
 from sightline.render import Bridged, Refused
 from sightline.wire.item import check_slots
 
-# How many drawn conversations a format does not have is chance, and how long they take to draw is
-# the machine's: no reasons to fail.
+# The number of unsuitable random conversations is chance, and the time to draw them depends on
+# the machine. Neither should fail a test.
 QUIET = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 many = settings(max_examples=num_examples(300, 20), deadline=None, suppress_health_check=QUIET)
 bridged = settings(max_examples=num_examples(300, 15), deadline=None, suppress_health_check=QUIET)
@@ -103,7 +113,7 @@ def nfc(text: str) -> str:
 
 
 def placed(messages: list[dict[str, Any]], checkpoint: Any) -> list[dict[str, Any]]:
-    """The messages as the checkpoint can take them, with urls in the place of image numbers."""
+    """Return the messages in the checkpoint's form, with urls in place of image numbers."""
     messages = checkpoint.case.fit(messages)
 
     def part(given: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +132,9 @@ def offered(tools: list[dict[str, Any]], checkpoint: Any) -> list[dict[str, Any]
 
 
 def said_ids(checkpoint: Any, content: list[int]) -> list[int]:
-    """A completion with this content, behind reasoning where the format has some, and in front of
-    the message that can follow."""
+    """Return a completion with this content, after reasoning if the format has any, and before the
+    next message.
+    """
     reasoning = checkpoint.case.sampled_reasoning
     talk = [user("hi"), assistant("Q", reasoning=reasoning), follow_up(checkpoint)]
     rendered = checkpoint.renderer.render(talk)
@@ -189,7 +200,7 @@ def test_spans_tile_the_tokens(
     assert edges[-1] == len(rendered.token_ids)
     prompted = checkpoint.renderer.render(messages, tools)
     assert prompted.spans == rendered.spans
-    # An answer may end by the token that opens the next turn, here another's.
+    # An answer may end with the token that opens the next turn, here of another role.
     same = edges[-1] - bool(checkpoint.case.openers and messages[-1]["role"] == "assistant")
     assert prompted.token_ids[:same] == rendered.token_ids[:same]
 
@@ -215,9 +226,9 @@ def test_trained_tokens_decode_to_the_assistants_text(
 ) -> None:
     messages = placed(messages, checkpoint)
     rendered = checkpoint.renderer.render(messages)
-    said = [m for m in messages if m["role"] == "assistant"]
-    assert len(rendered.trained) == len(said)
-    for span, message in zip(rendered.trained, said, strict=True):
+    answers = [m for m in messages if m["role"] == "assistant"]
+    assert len(rendered.trained) == len(answers)
+    for span, message in zip(rendered.trained, answers, strict=True):
         ids = rendered.token_ids[span.start : span.stop]
         assert ids and ids[-1] in checkpoint.renderer.stop_token_ids
         content = nfc(message["content"])
@@ -250,6 +261,54 @@ def test_dicts_and_structs_render_identically(seeing: Any) -> None:
     parts = (TextPart("what"), TextPart(" is this"), ImagePart(ref))
     structs = [system("be brief"), Message(role="user", content=parts)]
     assert seeing.renderer.render(dicts) == seeing.renderer.render(structs)
+
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks at a place.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    },
+}
+FORMS_OF_A_CALL = {
+    "name_and_arguments": {"name": "look", "arguments": {"x": 1, "at": "é"}},
+    "openai": {
+        "type": "function",
+        "function": {"name": "look", "arguments": '{"x": 1, "at": "é"}'},
+    },
+    "struct": ToolCall("look", '{"x": 1, "at": "é"}'),
+}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_A_CALL)
+@pytest.mark.parametrize("content", ["", "I look."])
+def test_assistant_with_tool_calls_renders_like_the_template(
+    checkpoint: Any, form: str, content: str
+) -> None:
+    call = FORMS_OF_A_CALL[form]
+    talk = [
+        user("go"),
+        assistant(content, tool_calls=[call, call]),
+        Message("tool", text("a tree")),
+    ]
+    if not checkpoint.case.takes_tools:
+        with pytest.raises(MessageError, match=r"^messages\[1\]"):
+            checkpoint.renderer.render(talk)
+        return
+    calls = [{"type": "function", "function": FORMS_OF_A_CALL["name_and_arguments"]}] * 2
+    dicts = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        {"role": "tool", "content": "a tree"},
+    ]
+    rendered = checkpoint.renderer.render(talk, [LOOK])
+    assert rendered.token_ids == checkpoint.template_ids(dicts, [LOOK])
+    (said,) = rendered.trained
+    parsed = checkpoint.renderer.parse(rendered.token_ids[said.start : said.stop], [LOOK])
+    assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == [
+        ("look", {"x": 1, "at": "é"})
+    ] * 2
 
 
 # -- bridge
@@ -301,7 +360,7 @@ def test_bridge_matches_rendering_the_whole_conversation(
 def test_bridge_keeps_non_canonical_tokens(checkpoint: Any) -> None:
     renderer, new = checkpoint.renderer, follow_up(checkpoint)
     prompt = renderer.render([user("hi")]).token_ids
-    # "user", letter by letter: rendering the message again would merge them.
+    # The ids spell "user" letter by letter. Rendering the message again would merge them.
     letters = [said_ids(checkpoint, renderer.render([user(c)]).token_ids) for c in "user"]
     spelled = [
         next(t for t in ids if renderer.decode([t]) == c)
@@ -311,10 +370,10 @@ def test_bridge_keeps_non_canonical_tokens(checkpoint: Any) -> None:
     assert renderer.parse(completion).text == "user"
     bridged = renderer.bridge(prompt, completion, [new])
     assert isinstance(bridged, Bridged)
-    said = renderer.decode(prompt + completion + bridged.token_ids)
+    text = renderer.decode(prompt + completion + bridged.token_ids)
     reasoning = checkpoint.case.sampled_reasoning
     whole = renderer.render([user("hi"), assistant("user", reasoning=reasoning), new])
-    assert said == renderer.decode(whole.token_ids)
+    assert text == renderer.decode(whole.token_ids)
 
 
 def test_bridge_closes_a_turn_ended_by_the_other_stop_token(checkpoint: Any) -> None:
@@ -381,11 +440,14 @@ def test_parse_inverts_render(checkpoint: Any, said: dict[str, Any]) -> None:
     calls = [call["function"] for call in said.get("tool_calls", [])]
     assert [call.name for call in parsed.tool_calls] == [call["name"] for call in calls]
     for call, want in zip(parsed.tool_calls, calls, strict=True):
-        got, arguments = nfc(call.arguments), nfc(json.dumps(want["arguments"], ensure_ascii=False))
+        call_arguments, arguments = (
+            nfc(call.arguments),
+            nfc(json.dumps(want["arguments"], ensure_ascii=False)),
+        )
         if case.types_arguments:
-            assert got == arguments
+            assert call_arguments == arguments
         else:
-            assert spelled(json.loads(got)) == spelled(json.loads(arguments))
+            assert spelled(json.loads(call_arguments)) == spelled(json.loads(arguments))
 
 
 def spelled(arguments: dict[str, Any]) -> dict[str, str]:
@@ -425,16 +487,16 @@ def test_rendering_does_not_modify_the_callers_messages_and_ids(checkpoint: Any)
     before = json.dumps(messages)
     prompt = renderer.render(messages).token_ids
     completion = said_ids(checkpoint, [])
-    kept = (list(prompt), list(completion))
+    copies = (list(prompt), list(completion))
     new = [follow_up(checkpoint)]
     renderer.bridge(prompt, completion, new)
     renderer.parse(completion)
     assert json.dumps(messages) == before
-    assert (prompt, completion) == kept
+    assert (prompt, completion) == copies
     assert new == [follow_up(checkpoint)]
 
 
-# -- what it loads
+# -- loading
 
 
 def test_banned_and_stop_ids_are_in_the_vocabulary(checkpoint: Any) -> None:
@@ -442,7 +504,7 @@ def test_banned_and_stop_ids_are_in_the_vocabulary(checkpoint: Any) -> None:
     ids = renderer.pad_token_ids + renderer.stop_token_ids
     assert len(set(ids)) == len(ids)
     assert all(0 <= token < renderer.vocab_size for token in ids)
-    # What fills a slot can never be sampled.
+    # Pad tokens can never be sampled.
     assert set(checkpoint.family.slot_token_ids) <= set(renderer.pad_token_ids)
 
 

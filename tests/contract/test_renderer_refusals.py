@@ -54,14 +54,14 @@ def test_image_in_an_unsupported_role_is_refused_by_path(seeing: Any, role: str)
 
 
 def test_describe_lists_refused_features(checkpoint: Any) -> None:
-    said = dict(line.split(": ", 1) for line in checkpoint.renderer.describe())
+    parts = dict(line.split(": ", 1) for line in checkpoint.renderer.describe())
     case = checkpoint.case
     takes = {"images": case.shows_media, "tools": case.takes_tools}
     takes |= {"reasoning": case.takes_reasoning}
-    if "videos" in said:
+    if "videos" in parts:
         takes |= {"videos": case.shows_videos}
-    found = {name: not said[name].startswith("refused, because ") for name in takes}
-    assert found == takes
+    supported = {name: not parts[name].startswith("refused, because ") for name in takes}
+    assert supported == takes
 
 
 def test_unsupported_video_is_refused_by_path(checkpoint: Any) -> None:
@@ -152,7 +152,7 @@ def test_unsupported_tools_and_reasoning_are_refused(checkpoint: Any) -> None:
 
 
 def test_tool_message_can_be_read_without_its_conversation(checkpoint: Any) -> None:
-    """New messages of a conversation come without the question that began it."""
+    """New messages do not include the question that began the conversation."""
     if checkpoint.case.takes_tools:
         new = [{"role": "tool", "tool_call_id": "c", "content": "b"}]
         (read,) = checkpoint.renderer.read_conversation(new)

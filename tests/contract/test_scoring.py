@@ -58,8 +58,8 @@ def settings(tiny_model: Path, media: MediaStore) -> ServerSpec:
 
 @pytest.fixture(scope="module")
 def client(settings: ServerSpec) -> Iterator[Client]:
-    with live(settings) as made:
-        yield made
+    with live(settings) as live_client:
+        yield live_client
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,8 @@ def test_prompt_logprobs_match_a_plain_forward_pass(
     client: Client, tiny_model: Path, media: MediaStore, temperature: float
 ) -> None:
     reference = Reference(tiny_model, media)
-    shown = media.put(Image.new("RGB", (160, 96), (9, 200, 30)))
-    rendered = reference.renderer.render([user("What is ", shown, " this?" * 9), user("Well?")])
+    ref = media.put(Image.new("RGB", (160, 96), (9, 200, 30)))
+    rendered = reference.renderer.render([user("What is ", ref, " this?" * 9), user("Well?")])
     tokens, slots = rendered.token_ids, rendered.slots
     params = SamplingParams(max_tokens=2, temperature=temperature, seed=1, prompt_logprobs=0)
     for _ in range(2):  # the second time keys and values are there, and must not be used
@@ -110,13 +110,13 @@ def test_prompt_logprobs_are_optional_and_other_counts_are_refused(client: Clien
     plain = GenerateRequest.of([5, 6], [], SamplingParams(max_tokens=1))
     status, body, _ = client.call("POST", "/inference/v1/generate", msgspec.json.encode(plain))
     assert status == 200 and b"prompt_logprobs" not in body
-    asked = GenerateRequest.of([5, 6], [], SamplingParams(max_tokens=1, prompt_logprobs=3))
-    error = client.refused(msgspec.json.encode(asked))
+    request = GenerateRequest.of([5, 6], [], SamplingParams(max_tokens=1, prompt_logprobs=3))
+    error = client.refused(msgspec.json.encode(request))
     assert error.type == "sampling" and "prompt_logprobs" in error.message
 
 
 async def _rollout(speaking: GenerateClient, renderer: Renderer, media: MediaStore) -> Trace:
-    """A windowed conversation, a summary, sub-agents side by side, a retry and an edit."""
+    """A windowed conversation, a summary, concurrent sub-agents, a retry and an edit."""
     chat = chat_to(speaking, renderer, media, max_tokens=9, temperature=0.8)
 
     def page(number: int) -> Message:
@@ -159,9 +159,9 @@ def test_replay_command_replays_a_file(
     words += ["--server", f"http://{client.host}:{client.port}"]
     write_traces(path, [trace])
     assert main(words) == 0
-    told = capsys.readouterr().out
-    assert "1 traces, 11 turns rendered again" in told and " 0 differences" in told
-    assert f"{trace.num_sampled} sampled tokens scored by version 0 (sampled by 0)" in told
+    output = capsys.readouterr().out
+    assert "1 traces, 11 turns rendered again" in output and " 0 differences" in output
+    assert f"{trace.num_sampled} sampled tokens scored by version 0 (sampled by 0)" in output
     broken = msgspec.structs.replace(
         trace.turns[0].logprobs, data=(trace.turns[0].logprobs.numpy() * 2).tobytes()
     )
@@ -184,39 +184,39 @@ def test_replay_names_each_difference_and_its_position(
     moved = msgspec.structs.replace(
         turn.logprobs, data=(turn.logprobs.numpy() - np.float32(0.5)).tobytes()
     )
-    found = replayed(damaged(trace, turn.id, logprobs=moved), client, renderer)
-    assert [(d.node, d.what) for d in found.differences] == [(turn.id, "logprobs")]
-    assert found.max_logprob_change == pytest.approx(0.5, abs=1e-4)
+    differences = replayed(damaged(trace, turn.id, logprobs=moved), client, renderer)
+    assert [(d.node, d.what) for d in differences.differences] == [(turn.id, "logprobs")]
+    assert differences.max_logprob_change == pytest.approx(0.5, abs=1e-4)
     assert [d.what for d in replayed(trace, client, renderer, tolerance=1.0).differences] == []
 
     first = trace.nodes[0]
     other = msgspec.structs.replace(first.slots[0], pixel_digest="f" * 32)
-    found = replayed(damaged(trace, 0, slots=(other,)), client, renderer)
-    assert {(d.node, d.what) for d in found.differences} == {(0, "pixels")}
+    differences = replayed(damaged(trace, 0, slots=(other,)), client, renderer)
+    assert {(d.node, d.what) for d in differences.differences} == {(0, "pixels")}
 
     ids = first.token_ids.numpy().copy()
     ids[-3] += 1
     array = msgspec.structs.replace(first.token_ids, data=ids.tobytes())
-    found = replayed(damaged(trace, 0, token_ids=array), client, renderer)
-    # Turns that were bridged go on from what is recorded; those that were rendered whole differ.
+    differences = replayed(damaged(trace, 0, token_ids=array), client, renderer)
+    # Bridged turns continue from the recorded tokens. Turns that were rendered in full differ.
     rendered = [
         t.node for t in replayed(trace, client, renderer).turns if t.prompt_origin == "rendered"
     ]
     differ = [node for node in rendered if 0 in trace.path(node)]
-    assert [d.node for d in found.differences if d.what == "ids"] == differ
-    assert f"token {len(ids) - 3} of " in found.differences[0].detail
+    assert [d.node for d in differences.differences if d.what == "ids"] == differ
+    assert f"token {len(ids) - 3} of " in differences.differences[0].detail
 
-    found = replayed(damaged(trace, turn.id, message=user("no")), client, renderer)
-    assert [(d.node, d.what) for d in found.differences] == [(turn.id, "message")]
+    differences = replayed(damaged(trace, turn.id, message=user("no")), client, renderer)
+    assert [(d.node, d.what) for d in differences.differences] == [(turn.id, "message")]
 
 
 def test_missing_image_is_a_difference_and_dead_server_is_an_error(
     trace: Trace, settings: ServerSpec, renderer: Renderer, tmp_path: Path
 ) -> None:
     with live(settings.replace(media_roots=(tmp_path / "empty",))) as other:
-        found = replayed(trace, other, renderer)
-    assert {d.what for d in found.differences} == {"refused"}
-    assert "media_missing" in found.differences[0].detail
+        differences = replayed(trace, other, renderer)
+    assert {d.what for d in differences.differences} == {"refused"}
+    assert "media_missing" in differences.differences[0].detail
     speaking = GenerateClient("http://127.0.0.1:9", deadline_s=0.1)
 
     async def main() -> None:

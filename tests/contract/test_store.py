@@ -1,4 +1,4 @@
-"""Promises of every store, tested on each implementation."""
+"""Guarantees of every store, tested on each implementation."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def s3() -> Iterator[None]:
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreKind]:
     if request.param == "s3":
         request.getfixturevalue("s3")
-    with KINDS[request.param](tmp_path) as made:
-        yield made
+    with KINDS[request.param](tmp_path) as store_kind:
+        yield store_kind
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_corrupt_file_is_refused_on_every_read(kind: StoreKind, damage: bytes)
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "link", "loop"])
 def test_only_a_regular_file_is_an_image(tmp_path: Path, kind: str) -> None:
-    """Reading waits for no writer, and follows no link, not even to the very same bytes."""
+    """Reading never blocks on a pipe, and never follows a link, even to the same bytes."""
     store = MediaStore(tmp_path / "media")
     ref = store.put(png())
     path = store.path(ref.digest)
@@ -245,8 +245,8 @@ def test_gc_removes_old_unused_images(kind: StoreKind) -> None:
     refs = [kind.store.put(png(color)) for color in ("red", "green", "blue")]
     for ref in refs[:2]:
         kind.backing.make_older(name_of(ref), 4000)
-    told = kind.store.gc({refs[0].digest}, dry_run=True)
-    assert told.removed == [refs[1].digest] and len(kind.backing.names()) == 3
+    removed = kind.store.gc({refs[0].digest}, dry_run=True)
+    assert removed.removed == [refs[1].digest] and len(kind.backing.names()) == 3
     report = kind.store.gc({refs[0].digest})
     assert (report.removed, report.removed_bytes) == ([refs[1].digest], refs[1].nbytes)
     assert (report.num_in_use, report.num_young) == (1, 1)
@@ -274,7 +274,7 @@ def test_images_used_under_a_lease_are_kept(
     kind.backing.make_older(name_of(before), 10_000)
     kind.backing.make_older(name_of(during), 4000)
     lease = ".leases/run-1"
-    # As it is after an hour and more, in which the run renewed it.
+    # The state after more than an hour, in which the run renewed the lease.
     kind.backing.write(lease, str(time.time() - 4000).encode())
     kind.store.renew_lease("run-1")
     assert kind.store.gc(set()).removed == [before.digest]

@@ -27,6 +27,7 @@ from sightline.pixels import Materializer
 from sightline.render import Rendered
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import Learner
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire.generate import AdoptRequest, GenerateRequest, SamplingParams
 from sightline.wire.sample import Batch
 from sightline.wire.weights import Adapter
@@ -60,12 +61,12 @@ def client(model: Path, media: MediaStore) -> Iterator[Client]:
         max_model_len=1024,
         weights_root="/",
     )
-    with live(settings) as made:
-        yield made
+    with live(settings) as live_client:
+        yield live_client
 
 
 def check_turns(client: Client, learner: Learner, renderer: Any, store: MediaStore) -> None:
-    """Three turns whose logprobs are the trainer's."""
+    """Check that three turns have the trainer's logprobs."""
     tokens = renderer.render([user("Which colour is it? " * 3)]).token_ids
     for turn in range(3):
         params = SamplingParams(max_tokens=8, seed=turn, stop_token_ids=renderer.stop_token_ids)
@@ -73,8 +74,8 @@ def check_turns(client: Client, learner: Learner, renderer: Any, store: MediaSto
         assert choice.logprobs is not None
         prompt = Rendered(tokens, [], [], [])
         ours = making.trainer_logprobs(learner, store, prompt, choice.token_ids)
-        said = [entry.logprob for entry in choice.logprobs.content]
-        np.testing.assert_allclose(said, ours, atol=TOLERANCE)
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        np.testing.assert_allclose(logprobs, ours, atol=TOLERANCE)
         tokens, _ = next_turn(renderer, tokens, [], choice.token_ids, user("And now?"))
 
 
@@ -87,7 +88,7 @@ def test_text_only_logprobs_match_the_trainer_before_and_after_an_update(
     check_turns(client, learner, renderer, media)
     samples = making.samples(model, media, count=4)
     preparer = BatchPreparer(
-        learner.family, Materializer(learner.family, media, 0), PackSize(1 << 20, 1 << 20)
+        MicroBatchPixels(Materializer(learner.family, media, 0)), PackSize(1 << 20, 1 << 20)
     )
     learner.step(preparer.prepare(Batch(1, samples), ""))
     manifest, _ = making.publish(learner.forward.model, tmp_path, 1, torch.float32)
@@ -125,8 +126,12 @@ def test_text_only_adapter_serves_its_merged_weights(
 def test_a_text_only_checkpoint_refuses_an_image_by_path(
     client: Client, tiny_model: Path, media: MediaStore
 ) -> None:
-    seen = load_renderer(tiny_model, media).render([user(media.put(Image.new("RGB", (32, 32))))])
-    request = GenerateRequest.of([1] * len(seen.token_ids), seen.slots, SamplingParams(8), "image")
+    rendered = load_renderer(tiny_model, media).render(
+        [user(media.put(Image.new("RGB", (32, 32))))]
+    )
+    request = GenerateRequest.of(
+        [1] * len(rendered.token_ids), rendered.slots, SamplingParams(8), "image"
+    )
     error = client.refused(msgspec.json.encode(request))
     assert error.type == "slots"
     assert error.message.startswith("features: this checkpoint takes no media")

@@ -1,4 +1,4 @@
-"""A third family, in a folder outside the package, passes the suites. No shared file knows it."""
+"""A family in a folder outside the package passes the suites. No shared file names it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_external_family_passes_every_suite(tmp_path: Path) -> None:
     home = Path(shutil.copytree(THIRD_FAMILY, tmp_path / "elsewhere"))
     results, printed = run_suites(home, "pebble_cases", ["pebble"])
     assert [result for result in results if result.outcome != "passed"] == []
-    # Each test, in each of its variants: none was left out.
+    # Every variant of every test ran.
     assert Counter(result.test for result in results) == promises()
     assert "deselected" not in printed
 

@@ -1,10 +1,10 @@
-"""Promises of every family that supports videos, on every such checkpoint of conftest.
+"""Guarantees of every family that supports videos.
 
-1. Its tokens are those of the chat template, a video as its processor writes it.
-2. Each step is an item and a slot of its own; a step is never cut.
-3. Positions and logits are those of transformers, which is given whole videos.
-4. What is packed computes what it computes alone, and the engine says the trainer's logprobs.
-5. Pixels that the sampler did not see do not train.
+1. Its tokens are those of the chat template, with videos as its processor writes them.
+2. Each step has its own item and slot, and is never cut.
+3. Positions and logits equal those of transformers for the whole video.
+4. Packed results equal separate ones, and the engine's logprobs equal the trainer's.
+5. Pixels that the sampler did not use do not train.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sightline.pack.truncate import truncate_sample
 from sightline.pixels import Materializer
 from sightline.render import Bridged
 from sightline.trainer.feed import BatchPreparer
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.sft import build_sample
 from sightline.wire import MediaItem, Slot
 from sightline.wire.generate import SamplingParams
@@ -90,14 +91,14 @@ def written(checkpoint: Any, part: VideoPart) -> str:
 
 
 def template_ids(checkpoint: Any, messages: list[Message], template: str | None) -> list[int]:
-    """By the template; of a video the marks go with the pad, as in the processor that was published
+    """Render with the template. A video's marks go with the pad, as in the processor published
     with Qwen3-VL. Later ones leave them around a video that has marks of its own."""
-    forms, shown = [], []
+    forms, parts = [], []
     for message in messages:
         content = []
         for part in message.content:
             if isinstance(part, VideoPart):
-                shown.append(part)
+                parts.append(part)
             is_video = isinstance(part, VideoPart)
             kind = {"type": "video"} if is_video else {"type": "text", "text": part.text}
             content.append(kind)
@@ -112,7 +113,7 @@ def template_ids(checkpoint: Any, messages: list[Message], template: str | None)
         tokenize=False,
         **checkpoint.case.template_settings(()),
     )
-    for part in shown:
+    for part in parts:
         head, mark, tail = text.partition(checkpoint.case.video_mark)
         assert mark
         text = head + written(checkpoint, part).replace("<|video_pad|>", "\0") + tail
@@ -125,10 +126,10 @@ def test_tokens_match_the_template(filming: Any, videos: list[VideoPart]) -> Non
     templates = [None]
     if published is not None and published.is_file():
         templates.append(published.read_text())
-    said = assistant("a")
+    answer = assistant("a")
     for talk in (
         [user("see ", videos[0], videos[1], "\nso? ")],
-        [user(videos[2]), said, user(" and ", videos[3])],
+        [user(videos[2]), answer, user(" and ", videos[3])],
     ):
         for template in templates:
             rendered = filming.renderer.render(talk)
@@ -140,12 +141,12 @@ def test_video_bridge_matches_a_full_rendering(filming: Any, videos: list[VideoP
     role = "tool" if filming.case.wants_query or filming.case.takes_reasoning else "user"
     new = Message(role, user("and ", videos[1], "?").content)
     first = [user("see ", videos[0])]
-    said = assistant("ok", reasoning=filming.case.sampled_reasoning)
+    answer = assistant("ok", reasoning=filming.case.sampled_reasoning)
     prompt = renderer.render(first)
-    whole = renderer.render([*first, said, new])
-    told = renderer.render([*first, said], generation_prompt=False).trained[-1]
-    completion = whole.token_ids[told.start : told.stop]
-    assert prompt.token_ids == whole.token_ids[: told.start]
+    whole = renderer.render([*first, answer, new])
+    rendered = renderer.render([*first, answer], generation_prompt=False).trained[-1]
+    completion = whole.token_ids[rendered.start : rendered.stop]
+    assert prompt.token_ids == whole.token_ids[: rendered.start]
     bridged = renderer.bridge(prompt.token_ids, completion, [new])
     assert isinstance(bridged, Bridged)
     assert [*prompt.token_ids, *completion, *bridged.token_ids] == whole.token_ids
@@ -184,7 +185,7 @@ def test_video_item_round_trips_and_false_items_are_refused(
         for change in (
             {"number": len(family.steps(part))},
             {"frames": (0, 9)} if part.ref else {"further": (filming.refs[4],)},
-            # Limits of a frame do not ask how many there are.
+            # Limits per frame do not depend on the number of frames.
             *([] if joins_steps(family) and part.ref is None else [{"num_frames": 40_000}]),
         ):
             step = msgspec.structs.replace(item.step, **change)
@@ -253,7 +254,7 @@ def test_truncation_cuts_between_video_steps(filming: Any, videos: list[VideoPar
 def transformers_logits(
     checkpoint: Any, model: Any, tokens: list[int], slots: list[Slot]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and positions by transformers' own model, which is given whole videos."""
+    """Compute logits and positions with transformers' own model, on whole videos."""
     family, store = checkpoint.family, checkpoint.store
     materializer = Materializer(family, store, 1 << 24)
     kinds = torch.zeros(1, len(tokens), dtype=torch.int32)
@@ -269,19 +270,19 @@ def transformers_logits(
             _, height, width = slot.item.grid
             grids[kind].append((1 if step is None else step.num_steps, height, width))
             seconds += [] if step is None else [step.seconds]
-    given: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for kind, name, grid in ((1, "pixel_values", "image"), (2, "pixel_values_videos", "video")):
         if rows[kind]:
-            given[name] = torch.from_numpy(np.concatenate(rows[kind]))
-            given[f"{grid}_grid_thw"] = torch.tensor(grids[kind])
+            arrays[name] = torch.from_numpy(np.concatenate(rows[kind]))
+            arrays[f"{grid}_grid_thw"] = torch.tensor(grids[kind])
     timed = {"second_per_grid_ts": torch.tensor(seconds)} if joins_steps(family) else {}
     ids = torch.tensor([tokens])
     with torch.no_grad():
-        out = model(input_ids=ids, mm_token_type_ids=kinds, **given, **timed).logits[0]
-        grid_names = {name: value for name, value in given.items() if name.endswith("thw")}
-        found, _ = model.model.get_rope_index(ids, kinds, **grid_names, **timed)
+        out = model(input_ids=ids, mm_token_type_ids=kinds, **arrays, **timed).logits[0]
+        grid_names = {name: value for name, value in arrays.items() if name.endswith("thw")}
+        rope_positions, _ = model.model.get_rope_index(ids, kinds, **grid_names, **timed)
     materializer.close()
-    return out, found[:, 0]
+    return out, rope_positions[:, 0]
 
 
 def test_video_logits_match_transformers(computing_videos: Any) -> None:
@@ -297,8 +298,10 @@ def test_video_logits_match_transformers(computing_videos: Any) -> None:
     ).eval()
     forward = load_model(computing_videos.path, computing_videos.family, "cpu", "float32")
     images = computing_videos.refs[4:5] if computing_videos.case.mixes_media else []
-    shown = film(computing_videos, side=168), slides(computing_videos, pace=0.1)
-    rendered = computing_videos.renderer.render([user("see ", shown[0], *images, shown[1], "so?")])
+    videos = film(computing_videos, side=168), slides(computing_videos, pace=0.1)
+    rendered = computing_videos.renderer.render(
+        [user("see ", videos[0], *images, videos[1], "so?")]
+    )
     tokens, slots = rendered.token_ids, rendered.slots
     wanted, along = transformers_logits(computing_videos, model, tokens, slots)
     placed, _ = computing_videos.family.positions(len(tokens), slots)
@@ -326,11 +329,11 @@ def hidden_of(checkpoint: Any, forward: Any, tokens: list[int], slots: list[Slot
 
 
 def test_packed_videos_match_separate_ones(computing_videos: Any) -> None:
-    shown = [film(computing_videos, 5), slides(computing_videos), slides(computing_videos, 4)]
+    videos = [film(computing_videos, 5), slides(computing_videos), slides(computing_videos, 4)]
     forward = load_model(computing_videos.path, computing_videos.family, "cpu", "float32")
     for made in (
-        making.samples(computing_videos.path, computing_videos.store, 4, 3, videos=shown),
-        making.group(computing_videos.path, computing_videos.store, 4, 3, videos=shown),
+        making.samples(computing_videos.path, computing_videos.store, 4, 3, videos=videos),
+        making.group(computing_videos.path, computing_videos.store, 4, 3, videos=videos),
     ):
         assert any(item.step for sample in made for item in sample.items)
         assert any(item.step is None for sample in made for item in sample.items)
@@ -358,8 +361,8 @@ def test_engine_logprobs_match_one_forward_pass(computing_videos: Any) -> None:
     )
     rendered = renderer.render([user("Look.", film(computing_videos, 5), computing_videos.refs[4])])
     tokens, slots = rendered.token_ids, rendered.slots
-    with live(settings) as made:
-        client = replace(made, modality=computing_videos.family.modality)
+    with live(settings) as live_client:
+        client = replace(live_client, modality=computing_videos.family.modality)
         for turn in range(2):
             params = SamplingParams(
                 max_tokens=6, seed=turn, stop_token_ids=list(renderer.stop_token_ids)
@@ -367,27 +370,27 @@ def test_engine_logprobs_match_one_forward_pass(computing_videos: Any) -> None:
             answer = client.generate(tokens, slots, params)
             choice = answer.choices[0]
             assert choice.logprobs is not None and answer.sightline is not None
-            said = choice.token_ids
+            token_ids = choice.token_ids
             materializer = Materializer(computing_videos.family, computing_videos.store, 1 << 24)
-            seen = [materializer.get(slot.item).digest for slot in slots]
-            assert answer.sightline.pixel_digests == seen
+            digests = [materializer.get(slot.item).digest for slot in slots]
+            assert answer.sightline.pixel_digests == digests
             with torch.no_grad():
-                states = hidden_of(computing_videos, forward, [*tokens, *said], slots)
+                states = hidden_of(computing_videos, forward, [*tokens, *token_ids], slots)
                 logits = forward.logits(states[len(tokens) - 1 : -1])
             logits[:, list(renderer.pad_token_ids)] = float("-inf")
-            expected = logits.log_softmax(-1).gather(1, torch.tensor(said)[:, None])[:, 0]
-            got = [entry.logprob for entry in choice.logprobs.content]
-            np.testing.assert_allclose(got, expected.numpy(), atol=1e-5)
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+            logprobs = [entry.logprob for entry in choice.logprobs.content]
+            np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-5)
             if turn == 1:
                 assert answer.sightline.cached_tokens or computing_videos.family.packing != "tree"
             new = user("And?", slides(computing_videos))
             if case.wants_query:  # a question would rewrite history
                 new = Message("tool", new.content)
-            tokens, slots = next_turn(renderer, tokens, slots, said, new)
+            tokens, slots = next_turn(renderer, tokens, slots, token_ids, new)
 
 
 def test_sample_with_a_changed_frame_pixel_does_not_train(filming: Any) -> None:
-    """The sampler saw another second frame: the digests of the first step differ, no other's."""
+    """The sampler used another second frame: only the first step's digest differs."""
     frames = noise_frames(4, 64, 64, 7)
     flipped = frames.copy()
     flipped[1, 3, 5, 2] ^= 1
@@ -412,7 +415,7 @@ def test_sample_with_a_changed_frame_pixel_does_not_train(filming: Any) -> None:
         for slot, digest in zip(sample.slots, digests[1], strict=True)
     ]
     lying = msgspec.structs.replace(sample, slots=slots)
-    preparer = BatchPreparer(filming.family, materializer, PackSize(1 << 20, 1 << 20))
+    preparer = BatchPreparer(MicroBatchPixels(materializer), PackSize(1 << 20, 1 << 20))
     with pytest.raises(MediaError, match="PixelMismatch.*step 0 of video"):
         preparer.prepare(Batch(1, [lying]), digest="")
     materializer.close()

@@ -33,8 +33,11 @@ _NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1,
 
 @dataclass(frozen=True)
 class Target:
-    """`parse` takes the bytes; `form` says what mutations may take apart: json, msgpack or bytes.
-    `repair` makes a mutated input whole again, such as by its checksums."""
+    """`parse` takes the bytes.
+
+    `form` says which structure is mutated: json, msgpack or bytes. `repair` makes a mutated input
+    consistent again, such as its checksums.
+    """
 
     name: str
     parse: Callable[[bytes], object]
@@ -49,7 +52,7 @@ class FuzzReport:
     refused: int = 0
     accepted: int = 0
     new_lines: int = 0
-    """Lines that mutated inputs reached and none of the corpus did."""
+    """Lines that mutated inputs reached and the corpus did not."""
     kept: int = 0
     seconds: float = 0.0
 
@@ -105,13 +108,13 @@ def fuzz(target: Target, num_inputs: int, seed: str) -> FuzzReport:
     coverage = LineCoverage()
     pool = read_corpus(target.name)
     began = time.monotonic()
-    taken = [_try_input(target, data, coverage) for data in pool]
-    assert any(taken), f"{target.name} accepts nothing of its corpus"
+    outcomes = [_try_input(target, data, coverage) for data in pool]
+    assert any(outcomes), f"{target.name} accepts nothing of its corpus"
     known = coverage.num_lines
     for number in range(num_inputs):
         data = mutate_input(target, pool, rng)
         before = coverage.num_lines
-        # A line that only a rare input reaches is found by tracing some of them.
+        # Lines that only rare inputs reach are found by tracing a part of the inputs.
         report.accepted += _try_input(target, data, coverage if number % 3 == 0 else None)
         if coverage.num_lines > before:
             pool.append(data)
@@ -161,7 +164,7 @@ def mutate_input(target: Target, pool: Sequence[bytes], rng: random.Random) -> b
 
 
 def _mutate_structure(data: bytes, form: str, rng: random.Random) -> bytes | None:
-    """One place of a structure changed; None for what is none."""
+    """Return the structure with one change, or None if nothing can be changed."""
     try:
         if form == "json":
             return json.dumps(mutate(json.loads(data), rng)).encode()

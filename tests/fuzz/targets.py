@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from synthetic_run import SyntheticSize, write_synthetic_run
@@ -20,13 +21,14 @@ from sightline.media import ImageIngestor, MediaStore
 from sightline.media.decode import inspect_image, open_rgb
 from sightline.media.header import ImageLimits
 from sightline.media.video import VideoReaders
+from sightline.rollout.openai_completions import ChatDialect
+from sightline.rollout.openai_responses import ResponsesDialect
 from sightline.run.run_dir import RunDir
 from sightline.trace import read_traces
-from sightline.trace.codec import FILE_MAGIC
+from sightline.trace.codec import FILE_MAGIC, TraceRecord, read_records
 from sightline.view.dashboard import processes, queries, rollout_page
 from sightline.view.dashboard.history import MetricsHistory
 from sightline.view.dashboard.run_view import RunView
-from sightline.view.dashboard.trace_files import read_records
 from sightline.view.fenced_run_dir import FencedRunDir
 from sightline.view.run_status import get_status
 from sightline.wire import control, rank_messages
@@ -37,7 +39,7 @@ LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1 << 20)
 
 
 def build_targets(folder: Path, tiny_model: Path) -> list[Target]:
-    """All of them; files that they need are below `folder`."""
+    """Return all parsers. Files that they need are below `folder`."""
     store = MediaStore(folder / "media", limits=LIMITS)
     images = ImageIngestor(store, file_roots=[folder])
     family, renderer = load_family(tiny_model), load_renderer(tiny_model, store, None, images)
@@ -58,8 +60,8 @@ def build_targets(folder: Path, tiny_model: Path) -> list[Target]:
         if ref.is_video:
             VideoReaders(store.get, LIMITS).read(ref, [0, ref.num_frames - 1])
 
-    def parse_chat(data: bytes) -> None:
-        asked, rendered = chat._read_request(data)
+    def parse_chat(kind: type[ChatDialect], data: bytes) -> None:
+        asked, rendered = chat._read_request(kind(), data)
         chat._build_sampling_params(asked, len(rendered.token_ids))
 
     return [
@@ -68,7 +70,8 @@ def build_targets(folder: Path, tiny_model: Path) -> list[Target]:
         Target("image_headers", parse_image, repair=repair_png),
         Target("videos", parse_video),
         Target("generate", validator.check, "json"),
-        Target("chat", parse_chat, "json"),
+        Target("chat", partial(parse_chat, ChatDialect), "json"),
+        Target("responses", partial(parse_chat, ResponsesDialect), "json"),
         Target("adopt", _in_file(folder / "adopt" / "manifest.json", _parse_manifest), "json"),
         Target("traces", _in_file(folder / "x.msgpack", _parse_traces), repair=repair_lengths),
         Target("control", _parse_message, "msgpack"),
@@ -90,16 +93,16 @@ def _in_file(path: Path, parse: Callable[[Path], object]) -> Callable[[bytes], N
 
 
 def repair_png(data: bytes) -> bytes:
-    """The checksums of chunks as they should be, so that mutations reach past them."""
+    """Correct the checksums of chunks, so that mutations reach the code after the check."""
     if not data.startswith(b"\x89PNG\r\n\x1a\n"):
         return data
-    made, at = [data[:8]], 8
+    pieces, at = [data[:8]], 8
     while at + 12 <= len(data):
         end = at + 8 + int.from_bytes(data[at : at + 4], "big")
         body = data[at + 4 : end]
-        made += [data[at : at + 4], body, struct.pack(">I", zlib.crc32(body))]
+        pieces += [data[at : at + 4], body, struct.pack(">I", zlib.crc32(body))]
         at = end + 4
-    return b"".join(made)
+    return b"".join(pieces)
 
 
 def repair_lengths(data: bytes) -> bytes:
@@ -115,7 +118,7 @@ def _parse_manifest(path: Path) -> None:
 
 def _parse_traces(path: Path) -> None:
     for found in read_records(path):
-        if not isinstance(found, str):
+        if isinstance(found, TraceRecord):
             found.trace.check()
     for trace in read_traces(path):
         trace.check()
@@ -137,8 +140,11 @@ def _parse_rows(path: Path, store: MediaStore) -> None:
 
 
 class RunDirParser:
-    """One file of a run is replaced: the first line of the input is its name. Every reader of the
-    dashboard, and `sightline status`, then goes through the run."""
+    """Replace one file of a run.
+
+    The first line of the input is its name. Then read the run with every reader of the dashboard
+    and `sightline status`.
+    """
 
     def __init__(self, path: Path) -> None:
         size = SyntheticSize(1, 4, images=2, conversations=2, group_size=2)

@@ -31,17 +31,17 @@ def write_claims(path: Path, num_rows: int) -> None:
 
 def encode_varint(number: int) -> bytes:
     """An i64 of Thrift's compact protocol."""
-    left, made = (number << 1) ^ (number >> 63), b""
+    left, encoded = (number << 1) ^ (number >> 63), b""
     while left > 127:
-        made, left = made + bytes([left & 127 | 128]), left >> 7
-    return made + bytes([left])
+        encoded, left = encoded + bytes([left & 127 | 128]), left >> 7
+    return encoded + bytes([left])
 
 
 @pytest.mark.parametrize("num_rows", [-5003, -(2**62), 10**9, 2**62])
 def test_parquet_file_with_an_impossible_row_count_is_refused(
     tmp_path: Path, num_rows: int
 ) -> None:
-    """Before a list of them is made, or gc walks through them."""
+    """The number is refused before a list is created or gc uses it."""
     path = tmp_path / "samples" / "rows.parquet"
     path.parent.mkdir()
     write_claims(path, 5003)

@@ -1,6 +1,6 @@
-"""Mutated inputs at every parser of outside bytes: each returns, or refuses in words.
+"""Mutated inputs for every parser of untrusted bytes: each returns or refuses with a message.
 
-The quick tests take 300 inputs a parser, from a fixed seed; `make fuzz` takes 10,000.
+The quick tests use 300 inputs per parser from a fixed seed. `make fuzz` uses 10,000.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .harness import FuzzReport, Target, fuzz
 from .targets import build_targets
 
 NAMES = (
-    "ingest", "data_urls", "image_headers", "videos", "generate", "chat", "adopt", "traces",
-    "control", "run_files", "parquet", "jsonl", "run_dirs",
+    "ingest", "data_urls", "image_headers", "videos", "generate", "chat", "responses", "adopt",
+    "traces", "control", "run_files", "parquet", "jsonl", "run_dirs",
 )  # fmt: skip
 NUM_INPUTS = int(os.environ.get("FUZZ", "10000" if IS_FULL else "300"))
 QUICK = {"run_dirs": 60}
@@ -28,9 +28,9 @@ MAX_GROWTH_KIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Target]:
-    made = build_targets(tmp_path_factory.mktemp("fuzz"), tiny_model)
-    assert tuple(target.name for target in made) == NAMES
-    return {target.name: target for target in made}
+    parsers = build_targets(tmp_path_factory.mktemp("fuzz"), tiny_model)
+    assert tuple(target.name for target in parsers) == NAMES
+    return {target.name: target for target in parsers}
 
 
 @pytest.mark.timeout(3600)

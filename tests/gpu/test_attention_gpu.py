@@ -1,4 +1,4 @@
-"""The attention functions of a GPU give what the plain ones give."""
+"""The attention functions for GPUs give the same results as the plain ones."""
 
 from __future__ import annotations
 

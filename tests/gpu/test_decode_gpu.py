@@ -1,4 +1,4 @@
-"""Decoding on a GPU: graphs say what passes without one say, and no row hears of the others."""
+"""Decoding on a GPU: graphs give the same results as plain passes, and rows are independent."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def draw_prompts() -> list[np.ndarray]:
 
 
 def ask(engine: TorchEngine, batches: list[list[TorchRequest]]) -> dict[str, float]:
-    """Submits a batch when one of the batch before is done; returns the engine's totals."""
+    """Submit a batch whenever the previous one is done. Return the engine's totals."""
     done: queue.SimpleQueue[list[TorchRequest]] = queue.SimpleQueue()
     engine.start(done.put)
     try:
@@ -80,8 +80,8 @@ def ask(engine: TorchEngine, batches: list[list[TorchRequest]]) -> dict[str, flo
         engine.join(20)
 
 
-def check_same(one: list[TorchRequest], other: list[TorchRequest], tolerance: float) -> None:
-    for a, b in zip(one, other, strict=True):
+def check_same(single: list[TorchRequest], other: list[TorchRequest], tolerance: float) -> None:
+    for a, b in zip(single, other, strict=True):
         assert a.error is None and b.error is None
         assert a.tokens == b.tokens
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=tolerance)
@@ -129,7 +129,7 @@ def test_graphs_are_recaptured_when_pages_move(model: Path, store: MediaStore) -
 
 
 def test_other_families_match_the_cpu(tmp_path: Path, store: MediaStore) -> None:
-    """Latent attention and experts: whether its passes can be captured is the model's matter."""
+    """A model with latent attention and experts, whose passes may not be capturable."""
     write_tiny("kimi_k25", tmp_path / "model", seed=0)
     on_gpu, on_cpu = make_requests(draw_prompts()), make_requests(draw_prompts())
     ask(build(tmp_path / "model", store, "float32"), [on_gpu[:2], on_gpu[2:]])
@@ -139,7 +139,7 @@ def test_other_families_match_the_cpu(tmp_path: Path, store: MediaStore) -> None
 
 def test_fused_layers_match_the_model(model: Path) -> None:
     family = load_family(model)
-    found = []
+    values = []
     for is_fused in (False, True):
         forward = load_model(model, family, "cuda", "bfloat16")
         if is_fused:
@@ -150,13 +150,13 @@ def test_fused_layers_match_the_model(model: Path) -> None:
         positions = torch.arange(40, device="cuda").expand(family.num_axes, 1, 40)
         pattern = PackedPattern([40], torch.device("cuda"))
         with torch.inference_mode():
-            found.append(forward.hidden(ids, positions, None, None, pattern).float())
-    difference = (found[0] - found[1]).norm() / found[0].norm()
+            values.append(forward.hidden(ids, positions, None, None, pattern).float())
+    difference = (values[0] - values[1]).norm() / values[0].norm()
     assert difference < 1e-2
 
 
 def test_fused_vision_tower_matches_the_model(model: Path) -> None:
-    family, found = load_family(model), []
+    family, outputs = load_family(model), []
     grids = [(1, 8, 8), (1, 4, 12)]
     values = 3 * family.patch**2  # type: ignore[attr-defined]
     patches = torch.arange((64 + 48) * values, device="cuda").remainder(251).to(torch.uint8)
@@ -167,8 +167,8 @@ def test_fused_vision_tower_matches_the_model(model: Path) -> None:
             blocks = forward._tower.blocks  # type: ignore[attr-defined]
             assert all("_build_image_attention" in str(b.attn.forward) for b in blocks)
         with torch.inference_mode():
-            found.append(forward.encode(patches.view(-1, values), grids).float())
-    difference = (found[0] - found[1]).norm() / found[0].norm()
+            outputs.append(forward.encode(patches.view(-1, values), grids).float())
+    difference = (outputs[0] - outputs[1]).norm() / outputs[0].norm()
     assert difference < 1e-2
 
 
@@ -184,17 +184,17 @@ def test_paged_attention_is_correct_and_batch_invariant(
     device = torch.device("cuda")
     keys = torch.randn(80, 64, kv, width, device=device).to(dtype)
     values = torch.randn(80, 64, kv, value_width, device=device).to(dtype)
-    seen = torch.tensor([1, 64, 65, 1500, 0, 900], device=device)
+    lengths = torch.tensor([1, 64, 65, 1500, 0, 900], device=device)
     tables = torch.randperm(80, device=device)[:72].int().view(3, 24).repeat(2, 1)
-    q = torch.randn(len(seen), num, width, device=device).to(dtype)
-    out = attend_paged(q, keys, values, tables, seen, width**-0.5)
-    for row, count in enumerate(seen.tolist()):
+    q = torch.randn(len(lengths), num, width, device=device).to(dtype)
+    out = attend_paged(q, keys, values, tables, lengths, width**-0.5)
+    for row, count in enumerate(lengths.tolist()):
         if not count:
             assert not out[row].any()
             continue
         part = slice(row, row + 1)
         narrow = tables[part, : -(-count // 64)].contiguous()
-        alone = attend_paged(q[part], keys, values, narrow, seen[part], width**-0.5)
+        alone = attend_paged(q[part], keys, values, narrow, lengths[part], width**-0.5)
         assert torch.equal(alone[0], out[row])
         k, v = (x[tables[row].long()].flatten(0, 1)[:count].double() for x in (keys, values))
         k, v = (x.transpose(0, 1).repeat_interleave(num // kv, dim=0)[None] for x in (k, v))
@@ -221,8 +221,8 @@ def test_kernels_round_like_transformers() -> None:
     turned = torch.cat([-heads[..., 64:], heads[..., :64]], dim=-1)
     expected = (heads * cos[:, None] + turned * sin[:, None])[:, :6]
     q, k = x[:, : 4 * 128], x[:, 4 * 128 : 6 * 128]
-    found = torch.cat(rotate_heads(q, k, cos, sin, (weight, weight), 1e-6), dim=1)
-    assert torch.equal(found, expected)
+    rotated = torch.cat(rotate_heads(q, k, cos, sin, (weight, weight), 1e-6), dim=1)
+    assert torch.equal(rotated, expected)
     assert torch.equal(silu_mul(*x.chunk(2, dim=-1)), F.silu(x[:, :512]) * x[:, 512:])
 
 

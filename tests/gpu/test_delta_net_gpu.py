@@ -40,7 +40,7 @@ def test_packed_sequences_match_plain_torch(lengths: list[int]) -> None:
     wide = [x.detach().float().requires_grad_() for x in inputs]
     plain = apply_delta_rule(*wide, plan)  # the kernels take no float32
     wanted = torch.autograd.grad(plain.square().sum(), wide)
-    for found, expected in zip((flat, *gradients), (plain, *wanted), strict=True):
-        difference = float((found.float() - expected).detach().norm() / expected.detach().norm())
+    for actual, expected in zip((flat, *gradients), (plain, *wanted), strict=True):
+        difference = float((actual.float() - expected).detach().norm() / expected.detach().norm())
         print(f"{difference:.2g}", end=" ")
         assert difference < 2e-2

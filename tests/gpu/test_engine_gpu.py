@@ -1,4 +1,4 @@
-"""The embedded engine on a GPU says what transformers says on the CPU."""
+"""The embedded engine on a GPU gives the same tokens as transformers on the CPU."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def client(model: Path, store: MediaStore) -> Iterator[Client]:
         prefill_chunk_tokens=16,
         weights_root="/",
     )
-    with live(settings) as made:
-        yield made
+    with live(settings) as live_client:
+        yield live_client
 
 
 def test_turns_with_images_agree_with_the_cpu(
@@ -65,11 +65,11 @@ def test_turns_with_images_agree_with_the_cpu(
             choice = answers[i].result().choices[0]
             assert choice.logprobs is not None
             expected = reference.logprobs(tokens, choice.token_ids, slots)
-            found = [entry.logprob for entry in choice.logprobs.content]
-            np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+            logprobs = [entry.logprob for entry in choice.logprobs.content]
+            np.testing.assert_allclose(logprobs, expected, atol=TOLERANCE)
             if turn:
                 assert choice.token_ids == reference.greedy(tokens, slots, 12)
-            # Not a user's: a format with reasoning would drop that of the turns before it.
+            # Use a tool message: after a user's question, some formats drop earlier reasoning.
             more = Message("tool", text("And now?"))
             talks[i] = next_turn(reference.renderer, tokens, slots, choice.token_ids[:-1], more)
     # Graphs carry the decoding, where rows have no state of their own.

@@ -3,7 +3,7 @@
     EXACT_MODEL=DIR pytest tests/gpu/test_exact.py -s
 
 takes the checkpoint in DIR for the last test (`sightline model tiny DIR --size 2b`), which prints
-the largest difference over EXACT_TOKENS sampled tokens (100,000); else a tiny one, over fewer.
+the largest difference over EXACT_TOKENS sampled tokens (100,000). The default is a tiny model.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def test_query_is_bit_identical_alone_and_in_a_tile(heads: int, kv_heads: int, w
     part = build_tiles(tables, np.array([start]), np.array([length - start]), queries, device)
     assert torch.equal(whole[start:], attend_run(q[start:], keys, values, part, width**-0.5))
     each = torch.from_numpy(np.repeat(tables, length, axis=0).astype(np.int32)).to(device)
-    seen = torch.arange(1, length + 1, dtype=torch.int32, device=device)
-    assert torch.equal(whole, attend_paged(q, keys, values, each, seen, width**-0.5))
+    lengths = torch.arange(1, length + 1, dtype=torch.int32, device=device)
+    assert torch.equal(whole, attend_paged(q, keys, values, each, lengths, width**-0.5))
     plain = nn.functional.scaled_dot_product_attention(
         *(x.transpose(0, 1)[None].float() for x in (q, keys.flatten(0, 1)[:length],
                                                     values.flatten(0, 1)[:length])),
@@ -85,56 +85,56 @@ def test_query_is_bit_identical_alone_and_in_a_tile(heads: int, kv_heads: int, w
 @pytest.mark.parametrize("shape", SHAPES)
 def test_find_rows_gives_batch_invariant_matmuls(shape: tuple[int, int]) -> None:
     layer = nn.Linear(shape[1], shape[0], bias=False, device="cuda", dtype=torch.bfloat16)
-    found = exact.find_rows("layer", layer, torch.device("cuda"), torch.bfloat16)
-    print(f"{shape}: {found[0]} rows or more")
+    rows = exact.find_rows("layer", layer, torch.device("cuda"), torch.bfloat16)
+    print(f"{shape}: {rows[0]} rows or more")
     x = torch.randn(2 * exact.MAX_ROWS + 100, shape[1], device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        whole = exact.multiply(x, layer.weight, None, *found)  # in three parts
+        whole = exact.multiply(x, layer.weight, None, *rows)  # in three parts
         for part in (slice(0, 50), slice(exact.MAX_ROWS - 3, exact.MAX_ROWS + 40), slice(-7, None)):
-            assert torch.equal(whole[part], exact.multiply(x[part], layer.weight, None, *found))
+            assert torch.equal(whole[part], exact.multiply(x[part], layer.weight, None, *rows))
 
 
 def test_packing_is_exact(model: Path) -> None:
     for length in (1, 5, 700, LENGTH):
-        found = passes(model, True, length)
-        alone = found.train()
+        outputs = passes(model, True, length)
+        alone = outputs.train()
         for before, after in ((3, 0), (64, 77), (1, 3000)):
-            assert torch.equal(alone, found.train(before, after)), (length, before, after)
+            assert torch.equal(alone, outputs.train(before, after)), (length, before, after)
 
 
 @pytest.mark.parametrize("chunks", [[1] * 9 + [1191], [7, 64, 513, 616], [512, 512, 176]])
 def test_chunked_prefill_is_exact(model: Path, chunks: list[int]) -> None:
-    found = passes(model, True)
-    assert torch.equal(found.train(), found.prefill(found.open(), chunks))
+    outputs = passes(model, True)
+    assert torch.equal(outputs.train(), outputs.prefill(outputs.open(), chunks))
 
 
 def test_batch_size_does_not_change_logprobs(model: Path) -> None:
-    found = passes(model, True)
-    wanted = found.train()[-40:]
-    assert torch.equal(wanted, found.prefill(found.open(), [1160, 40], beside=6)[-40:])
-    kv = found.open()
-    found.prefill(kv, [1160])
+    outputs = passes(model, True)
+    wanted = outputs.train()[-40:]
+    assert torch.equal(wanted, outputs.prefill(outputs.open(), [1160, 40], beside=6)[-40:])
+    kv = outputs.open()
+    outputs.prefill(kv, [1160])
     for idle in (0, 15, 255):
-        assert torch.equal(wanted, found.decode(kv, 1160, idle)), idle
+        assert torch.equal(wanted, outputs.decode(kv, 1160, idle)), idle
 
 
 def test_reused_keys_and_values_are_exact(model: Path) -> None:
-    found = passes(model, True)
-    kv = found.open()
-    found.prefill(kv, [1000, 200])
+    outputs = passes(model, True)
+    kv = outputs.open()
+    outputs.prefill(kv, [1000, 200])
     kv.share_prefix(0, 1, 777)
-    rest = found.prefill(kv, [20, LENGTH - 797], row=1, start=777)
-    assert torch.equal(found.train()[777:], rest)
+    rest = outputs.prefill(kv, [20, LENGTH - 797], row=1, start=777)
+    assert torch.equal(outputs.train()[777:], rest)
 
 
 def test_results_differ_without_exact_mode(model: Path) -> None:
-    """Else they would show nothing."""
-    found = passes(model, False)
-    alone = found.train()
+    """Check that the test can fail: without exact mode, results differ."""
+    outputs = passes(model, False)
+    alone = outputs.train()
     differs = {
-        "tree": not torch.equal(alone, found.train_in_tree(600)),
-        "chunking": not torch.equal(alone, found.prefill(found.open(), [7, 64, 513, 616])),
-        "packing": not torch.equal(alone, found.train(64, 3000)),
+        "tree": not torch.equal(alone, outputs.train_in_tree(600)),
+        "chunking": not torch.equal(alone, outputs.prefill(outputs.open(), [7, 64, 513, 616])),
+        "packing": not torch.equal(alone, outputs.train(64, 3000)),
     }
     print(differs)
     assert differs["tree"] or differs["chunking"] or differs["packing"]
@@ -145,7 +145,7 @@ def test_results_differ_without_exact_mode(model: Path) -> None:
 def test_exact_gradients_match_the_default_mode(
     model: Path, store: MediaStore, backend: str
 ) -> None:
-    samples, found = making.samples(model, store, count=4), []
+    samples, gradients = making.samples(model, store, count=4), []
     for is_exact in (False, True):
         config = making.model_config(model, dtype="bfloat16", exact=is_exact)
         trainer = making.trainer_config(
@@ -153,12 +153,12 @@ def test_exact_gradients_match_the_default_mode(
         )
         learner = making.build_learner(config, trainer, store, steps=1)
         ready = exactness.prepare(learner, model, store, samples, 1 << 20, step=1)
-        for one in ready.micro_batches:
-            learner.backward(one, MetricSums(SUM_NAMES), StepTimer(learner.device))
+        for micro_batch in ready.micro_batches:
+            learner.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(learner.device))
         grads = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
                  for p in learner.forward.model.parameters()]  # fmt: skip
-        found.append(torch.cat([grad.float().flatten() for grad in grads]))
-    difference = float((found[0] - found[1]).norm() / found[0].norm())
+        gradients.append(torch.cat([grad.float().flatten() for grad in grads]))
+    difference = float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
     print(f"gradients of exact and other mode differ by {difference:.2g} of their norm")
     assert difference < 5e-2
 
@@ -168,11 +168,11 @@ def test_logprobs_equal_the_samplers(
     model: Path, store: MediaStore, tmp_path: Path, master: str
 ) -> None:
     """Turns with images, groups with one prompt, graphs, chunks, windows of keys, an update."""
-    given = os.environ.get("EXACT_MODEL")
-    wanted = int(os.environ.get("EXACT_TOKENS", 100_000 if given else 6_000))
-    path = Path(given) if given else model
+    python_path = os.environ.get("EXACT_MODEL")
+    wanted = int(os.environ.get("EXACT_TOKENS", 100_000 if python_path else 6_000))
+    path = Path(python_path) if python_path else model
     turns, group_size = 4, 8
-    max_tokens = 256 if given else 48
+    max_tokens = 256 if python_path else 48
     groups = max(2, -(-wanted // (turns * group_size * max_tokens)))
     settings = ServerSpec.of(
         path=path, media_roots=(store.root,), device="cuda", dtype="bfloat16", exact=True,
@@ -195,7 +195,7 @@ def test_logprobs_equal_the_samplers(
         samples = exactness.play(
             client, path, store, groups=groups, group_size=group_size, turns=turns,
             max_tokens=max_tokens, image_side=480,
-            # The same weights as another version: what was computed is computed again.
+            # Publish the same weights as another version, so that everything is computed again.
             between_turns=lambda turn: turn == 1 and client.adopt(manifest),
         )  # fmt: skip
         replayed = client.totals()["steps_replayed"]

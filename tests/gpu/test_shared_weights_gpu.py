@@ -41,10 +41,10 @@ for line in sys.stdin:
 def model(numel: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = {"big": numel, "odd": 1025, "one": 1}
-    made = {
+    tensors = {
         name: torch.randn(size, device="cuda", generator=generator) for name, size in sizes.items()
     }
-    return made | {"count": torch.arange(5, device="cuda")}
+    return tensors | {"count": torch.arange(5, device="cuda")}
 
 
 def test_device_digest_equals_host_digest() -> None:

@@ -1,4 +1,4 @@
-"""A step on a real device: when the host waits for it, and what leaves it."""
+"""A step on a real device: synchronizations and transfers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.wire.sample import Batch
 
@@ -36,10 +37,10 @@ def test_host_copy_is_page_locked_and_keeps_device_values() -> None:
     torch.cuda._sleep(200_000_000)
     copy.take(weights, dtype=torch.bfloat16)
     weights["a"].zero_()  # asked for after the copy, which has not happened yet
-    held = copy.tensors()
-    assert held["a"].is_pinned() and held["a"].equal(wanted)
-    assert held["b"].equal(torch.arange(9))
-    places = {name: tensor.data_ptr() for name, tensor in held.items()}
+    tensors = copy.tensors()
+    assert tensors["a"].is_pinned() and tensors["a"].equal(wanted)
+    assert tensors["b"].equal(torch.arange(9))
+    places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     copy.take(weights, dtype=torch.bfloat16)
     assert {name: tensor.data_ptr() for name, tensor in copy.tensors().items()} == places
 
@@ -49,8 +50,8 @@ def test_step_timer_measures_device_time() -> None:
     torch.cuda._sleep(100_000_000)
     step_timer.end("forward")
     step_timer.end("backward")
-    found = step_timer.seconds()
-    assert found["forward"] > 10 * found["backward"]
+    seconds = step_timer.seconds()
+    assert seconds["forward"] > 10 * seconds["backward"]
 
 
 def test_measuring_a_micro_batch_does_not_synchronize() -> None:
@@ -84,7 +85,7 @@ def learner_of(model: Path, store: MediaStore, **changes: object) -> Learner:
 
 def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
+    preparer = BatchPreparer(MicroBatchPixels(materializer), PackSize(1 << 20, 1 << 20))
     ready = preparer.prepare(
         Batch(1, making.samples(model, store, count=3)), digest=""
     ).with_pixels()
@@ -134,15 +135,15 @@ def test_compiled_blocks_match_plain_ones(
         learner = learner_of(
             tiny_model, store, compile_backend=backend, activation_checkpointing=again
         )
-        found = []
+        grad_norms = []
         for seed in range(4):
             draw = making.samples if kind == "flat" else making.group
             materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-            preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
+            preparer = BatchPreparer(MicroBatchPixels(materializer), PackSize(1 << 20, 1 << 20))
             samples = draw(tiny_model, store, 4 + seed, seed=seed)
             ready = preparer.prepare(Batch(1 + seed, samples), digest="").with_pixels()
             materializer.close()
-            found.append(learner.step(ready).metrics["grad_norm"])
-        norms.append(found)
+            grad_norms.append(learner.step(ready).metrics["grad_norm"])
+        norms.append(grad_norms)
     assert norms[0] == pytest.approx(norms[1], rel=5e-2)
     assert not counters["graph_break"], "a block is one graph"

@@ -48,10 +48,10 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @contextmanager
 def namespace() -> Iterator[list[str]]:
-    """The words that run a command in a network of its own, which reaches nobody."""
+    """Return the words that run a command in a separate network without connections."""
     name = f"sightline-launchers-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
-    if made.returncode:
+    completed = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    if completed.returncode:
         pytest.skip("needs the right to make network namespaces")
     try:
         # Not `ip netns exec`, which hides control groups.
@@ -59,7 +59,7 @@ def namespace() -> Iterator[list[str]]:
         link = ["link", "add", "own0", "type", "veth", "peer", "name", "own1"]
         # An address in addition to loopback: without one, names are not resolved.
         address = ["address", "add", "10.78.0.1/24", "dev", "own0"]
-        up = [["link", "set", one, "up"] for one in ("lo", "own0", "own1")]
+        up = [["link", "set", device, "up"] for device in ("lo", "own0", "own1")]
         for words in (link, address, *up):
             subprocess.run([*enter, "ip", *words], check=True)
         yield enter
@@ -84,19 +84,19 @@ class Slurm:
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
-        shown = self.call("scontrol", "--oneliner", "show", "job", job).split()
-        return next(word for word in shown if word.startswith("JobState=")).partition("=")[2]
+        parts = self.call("scontrol", "--oneliner", "show", "job", job).split()
+        return next(word for word in parts if word.startswith("JobState=")).partition("=")[2]
 
     def wait(self, job: str, states: tuple[str, ...], log: Path, timeout_s: float = 240.0) -> None:
         deadline, num_ended = time.monotonic() + timeout_s, 0
         while (state := self.state(job)) not in states:
-            said = log.read_text() if log.exists() else ""
-            # A job that is queued again is cancelled for a moment.
+            log_text = log.read_text() if log.exists() else ""
+            # A requeued job is briefly in the state CANCELLED.
             num_ended = num_ended + 1 if state in ("FAILED", "CANCELLED", "NODE_FAIL") else 0
             if num_ended >= 25 or time.monotonic() > deadline:
                 logs = (self.folder / "slurmctld.log", *self.folder.glob("slurmd-*.log"))
-                told = "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in logs)
-                pytest.fail(f"the job is {state}: {said[-4000:]}\n{told}")
+                tails = "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in logs)
+                pytest.fail(f"the job is {state}: {log_text[-4000:]}\n{tails}")
             time.sleep(0.2)
 
     def wait_for_steps(self, timeout_s: float = 120.0) -> None:

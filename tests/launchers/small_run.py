@@ -54,7 +54,7 @@ scratch = "{folder}/scratch"
 
 @contextmanager
 def small_run(folder: Path, enter: Sequence[str], steps: int, more: str = "") -> Iterator[Path]:
-    """The run file, while a media service serves the images of its run."""
+    """Yield the run file while a media service serves its images."""
     write_tiny("qwen_vl", folder / "tiny", seed=0)
     shutil.copy(Path(__file__).parents[1] / "loop" / "vowels.py", folder)
     path = folder / "run.toml"

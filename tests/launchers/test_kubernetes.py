@@ -21,7 +21,14 @@ from sightline.view.events import by_step, read_events
 
 pytestmark = [pytest.mark.launchers, pytest.mark.timeout(600)]
 STEPS = 4
-OPTIONS = '[launch.kubernetes]\nimage = "sightline:cpu"\nvolume_claim = "runs"\n'
+OPTIONS = """[launch.kubernetes]
+image = "sightline:cpu"
+volume_claim = "runs"
+image_pull_secrets = ["registry"]
+service_account = "training"
+node_selector = {pool = "gpu"}
+tolerations = [{key = "nvidia.com/gpu", operator = "Exists", tolerationSeconds = 60}]
+"""
 
 
 def test_commands_of_the_manifests_form_a_run(
@@ -35,12 +42,12 @@ def test_commands_of_the_manifests_form_a_run(
     with namespace() as enter, small_run(tmp_path, enter, STEPS, OPTIONS) as file:
         words = ["rl", str(file), "--on", "kubernetes", "-o", "made"]
         sightline(enter, *words, cwd=tmp_path)
-        made = list(yaml.safe_load_all((tmp_path / "made" / "sightline.yaml").read_text()))
-        for one in made:
-            kubernetes_validate.validate(one, "1.30", strict=True)
+        manifests = list(yaml.safe_load_all((tmp_path / "made" / "sightline.yaml").read_text()))
+        for manifest in manifests:
+            kubernetes_validate.validate(manifest, "1.30", strict=True)
         lines = (tmp_path / "made" / "secrets.env").read_text().splitlines()
         secrets = dict(line.split("=", 1) for line in lines)
-        jobs = {job["metadata"]["name"]: job for job in made if job["kind"] == "Job"}
+        jobs = {job["metadata"]["name"]: job for job in manifests if job["kind"] == "Job"}
 
         def start(name: str) -> None:
             with open(tmp_path / f"{name}.log", "ab") as log:
@@ -74,8 +81,8 @@ def test_commands_of_the_manifests_form_a_run(
 
 def find_environ(job: dict[str, Any], secrets: dict[str, str]) -> dict[str, str]:
     """The variables that a pod has from the cluster's secrets."""
-    (given,) = job["spec"]["template"]["spec"]["containers"][0]["env"]
-    return {given["name"]: secrets[given["valueFrom"]["secretKeyRef"]["key"]]}
+    (variables,) = job["spec"]["template"]["spec"]["containers"][0]["env"]
+    return {variables["name"]: secrets[variables["valueFrom"]["secretKeyRef"]["key"]]}
 
 
 def find_command(job: dict[str, Any], file: Path) -> list[str]:

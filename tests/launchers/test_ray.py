@@ -16,7 +16,7 @@ from launchers.small_run import build_environ, small_run
 
 pytestmark = [pytest.mark.launchers, pytest.mark.timeout(2400)]
 STEPS = 8
-# Of a busy machine; and no process is started before it is needed.
+# For a busy machine. No process is started before it is needed.
 PATIENT = {
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_agent_register_timeout_ms": "300000",
@@ -49,11 +49,11 @@ def test_ray_run_survives_loss_of_server_and_worker_nodes(
         job.wait_for_step(1, 900)
         nodes.tell("kill")
         nodes.tell("add 2")
-        said = job.output(900)
-        assert job.process.returncode == 0, said
+        output = job.output(900)
+        assert job.process.returncode == 0, output
         assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
-        told = summary(job.run_dir)
-        assert told["bad_media"] == 0 and told["mismatch_kl"] < 1e-6
+        run_summary = summary(job.run_dir)
+        assert run_summary["bad_media"] == 0 and run_summary["mismatch_kl"] < 1e-6
         events = job.run_dir.metrics.read_text()
         assert "was lost with its node" in (job.run_dir.logs / "server.log").read_text()
         assert "restarting it" in events and '"reason":"crash' in events.replace(" ", "")

@@ -26,25 +26,25 @@ def test_preempted_job_is_requeued_and_resumes_its_run(
         slurm(tmp_path / "slurm") as cluster,
         small_run(tmp_path, cluster.enter, STEPS, own) as file,
     ):
-        said = sightline(
+        completed = sightline(
             cluster.enter, "rl", str(file), "--on", "slurm", cwd=tmp_path,
             SLURM_CONF=cluster.environ["SLURM_CONF"],
         )  # fmt: skip
-        job = said.partition("job: ")[2].split()[0]
+        job = completed.partition("job: ")[2].split()[0]
         log = tmp_path / "runs" / f"slurm-{job}.log"
         wait_for_step(cluster, job, tmp_path, log, 2)
         cluster.call("scancel", "--signal=USR1", "--batch", job)
         cluster.wait(job, ("PENDING",), log)
-        # Slurm lets a job wait two minutes that was queued again. A node refuses credentials of the
-        # second in which it ended the job, and of those before: begun then, the job would fail.
+        # Slurm delays a requeued job by two minutes. A node refuses credentials of the
+        # second in which it ended the job, and earlier ones. A job started then would fail.
         cluster.wait_for_steps()
         cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
         cluster.wait(job, ("COMPLETED",), log)
         assert [path.name for path in (tmp_path / "runs").glob("job-*")] == ["job-001"]
         run_dir = RunDir(tmp_path / "runs" / "job-001")
         assert [step for step, _ in ledger(run_dir)] == list(range(1, STEPS + 1)), log.read_text()
-        told = summary(run_dir)
-        assert told["bad_media"] == 0 and told["mismatch_kl"] < 1e-6
+        run_summary = summary(run_dir)
+        assert run_summary["bad_media"] == 0 and run_summary["mismatch_kl"] < 1e-6
         assert not list((tmp_path / "scratch").rglob("config.toml"))
 
 

@@ -13,7 +13,7 @@ SMALL = (
     "eval.tasks=16",
     "trainer.checkpoint_every=4",
 )
-"""Overrides that make a step of the example take a blink."""
+"""Overrides that make a step of the example fast."""
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +27,6 @@ def warm_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(warm_home: Path, tmp_path: Path) -> Path:
-    """A folder of its own to run in, which shares the models."""
+    """A separate folder to run in, which shares the models."""
     (tmp_path / "models").symlink_to(warm_home / "models")
     return tmp_path

@@ -1,4 +1,4 @@
-"""Starts whole jobs as a user would, and looks at what they leave."""
+"""Start whole jobs as a user would, and inspect their files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sightline(
 
 
 class Job:
-    """A `sightline rl` that is under way."""
+    """A running `sightline rl`."""
 
     def __init__(self, cwd: Path, *words: str, within: Sequence[str] = ()) -> None:
         """`within`: words that run the command on another machine."""
@@ -94,14 +94,14 @@ def summary(run_dir: RunDir) -> dict[str, Any]:
 
 def live_processes(run_dir: RunDir) -> list[str]:
     """Processes that still work for the run."""
-    found = []
+    descriptions = []
     for folder in Path("/proc").iterdir():
         try:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
             home = (folder / "cwd").readlink()
         except OSError:
             continue
-        # The launcher names the run directory as it was given, from where it was started.
+        # The launcher prints the run directory as given, relative to its own folder.
         if "process" in words and any((home / word) == run_dir.path for word in words if word):
-            found.append(" ".join(words))
-    return found
+            descriptions.append(" ".join(words))
+    return descriptions

@@ -32,7 +32,7 @@ class Network:
     def __init__(self, names: str, seed: int = 0) -> None:
         self.latency_s = self.loss = 0.0
         self.cut_off: set[str] = set()
-        """Machines that reach nobody, and that nobody reaches."""
+        """Machines that are disconnected."""
         self.num_carried = self.num_lost = 0
         self._rng = random.Random(seed)
         self._names = {name: f"sightline-{os.getpid()}-{name}" for name in names}
@@ -46,7 +46,7 @@ class Network:
         return f"{self._subnet}.{1 + list(self._names).index(name)}"
 
     def enter(self, name: str, *hidden: Path) -> list[str]:
-        """The words that run a command on a machine, which has nothing of the folders `hidden`."""
+        """Return the words that run a command on a machine that lacks the folders `hidden`."""
         mounts = " && ".join(f"mount -t tmpfs none {path}" for path in hidden)
         script = f'{mounts or "true"} && cd /tmp && exec "$@"'
         namespace = self._names[name]

@@ -26,11 +26,11 @@ def test_documented_steps_lead_from_checkpoint_to_first_run(tmp_path: Path) -> N
     ]
     assert [words[0] for words in commands] == ["check", "sft", "rl"]
     check, sft, rl = commands
-    (shown,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.M | re.S)
-    said = sightline(*check, cwd=tmp_path).stdout.splitlines()
-    assert [line for line in shown.splitlines()[1:] if line not in said] == []
+    (blocks,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.M | re.S)
+    completed = sightline(*check, cwd=tmp_path).stdout.splitlines()
+    assert [line for line in blocks.splitlines()[1:] if line not in completed] == []
     sightline(*sft, cwd=tmp_path)
     sightline(*rl, "--plain", *SMALL, "rollout.max_tokens=6", cwd=tmp_path)
-    found = summary(RunDir(tmp_path / "runs" / "job-001"))
-    assert found["steps"] == 3
-    assert found["mismatch_kl"] < 1e-6
+    run_summary = summary(RunDir(tmp_path / "runs" / "job-001"))
+    assert run_summary["steps"] == 3
+    assert run_summary["mismatch_kl"] < 1e-6

@@ -1,4 +1,4 @@
-"""A run under `[model] exact = true`: its mismatch is nothing, not next to nothing."""
+"""A run with `[model] exact = true`: its mismatch is exactly zero."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_mismatch_is_exactly_0_with_windows_and_after_a_kill(home: Path) -> None
     sightline("rl", "--plain", "--resume", job.run_dir.path, cwd=home)
     trained = by_step(read_events(job.run_dir.metrics), "train")
     assert set(trained) == set(range(1, 7))
-    found = {step: event.values["mismatch_kl"] for step, event in trained.items()}
+    kls_by_step = {step: event.values["mismatch_kl"] for step, event in trained.items()}
     fresh = {step for step, event in trained.items() if event.values["fresh_tokens"]}
-    assert {step for step, kl in found.items() if kl == 0.0} == fresh
+    assert {step for step, kl in kls_by_step.items() if kl == 0.0} == fresh
     assert 1 in fresh and max(fresh) > 3, "also of versions that the resumed trainer made"
     assert summary(job.run_dir)["mismatch_kl"] == 0.0

@@ -1,5 +1,7 @@
-"""Environments that change their folder, raise text that is no Unicode, and leave processes: a run
-ends well, and nothing of it is left."""
+"""Environments that change the folder, raise text that is not Unicode, and leave processes.
+
+The run ends cleanly and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def test_hostile_environment_affects_only_its_own_process(tmp_path: Path) -> Non
     def is_noted() -> bool:
         return pids.is_file() and len(pids.read_text().split()) >= 8
 
-    # The server stands still for as long as it takes that somebody says so.
+    # The server stays stopped until the launcher reports it.
     job.wait_until(is_noted, 240)
     stopped = job.pid_of("server")
     os.kill(stopped, signal.SIGSTOP)
@@ -106,9 +108,9 @@ def test_hostile_environment_affects_only_its_own_process(tmp_path: Path) -> Non
     print(f"named after {time.monotonic() - began:.1f} s")
     os.kill(stopped, signal.SIGCONT)
     job.wait_until(lambda: is_named("answers again, after"), 60)
-    said = job.output()
-    assert job.process.returncode == 0, said
-    assert f"a signal stopped server (process {stopped})" in said, "on the console too"
+    output = job.output()
+    assert job.process.returncode == 0, output
+    assert f"a signal stopped server (process {stopped})" in output, "on the console too"
     run_dir: RunDir = job.run_dir
     assert is_named("continues after") and is_named("answers again, after")
     assert not any(is_alive(int(pid)) for pid in pids.read_text().split())

@@ -1,4 +1,4 @@
-"""A process that belongs to no run, on the same machine as one that does."""
+"""A process that belongs to no run attacks a run on the same machine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def post(address: str, token: str = "") -> int:
 
 
 def forge(hub: str) -> None:
-    """Sends what the trainer would, without knowing the secret, and a line of noise."""
+    """Send the trainer's messages without the secret, and a line of noise."""
     context = zmq.Context()
     forger = context.socket(zmq.DEALER)
     forger.set(zmq.IDENTITY, b"trainer")

@@ -41,7 +41,7 @@ def test_no_pixels_outside_the_store(run_dir: RunDir) -> None:
 
 
 def test_no_float_pixels_outside_the_store(run_dir: RunDir) -> None:
-    """A plain square is one value a channel; as floats it would be a long run of equal words."""
+    """Check for long runs of equal words, which a plain square would have as floats."""
     for path in list_image_free_files(run_dir):
         if path.suffix == ".safetensors":
             continue
@@ -57,21 +57,21 @@ def test_every_image_has_a_reference_and_none_is_missing(run_dir: RunDir) -> Non
         for node in trace.nodes
         for slot in node.slots
     ]
-    found = summary(run_dir)
-    assert len(refs) == found["images_shown"] > 0
-    assert len({ref.digest for ref in refs}) == found["images_stored"]
+    run_summary = summary(run_dir)
+    assert len(refs) == run_summary["images_shown"] > 0
+    assert len({ref.digest for ref in refs}) == run_summary["images_stored"]
     assert [ref for ref in refs if not store.has(ref)] == []
     for ref in {ref.digest: ref for ref in refs}.values():
         store.get(ref)
 
 
 def test_trainer_receives_only_references(run_dir: RunDir) -> None:
-    """The batches are gone by now: their samples are made again from traces and scores."""
-    found = inspect_run(run_dir)
-    assert found.is_clean and found.steps == found.batches_rebuilt == 6
-    assert found.rollouts == sum(summary(run_dir)["verdicts"].values())
-    assert found.samples > 0 and found.micro_batches == found.micro_batches_with_references > 0
-    assert found.distinct_files == summary(run_dir)["images_stored"]
+    """The batches were removed, so samples are rebuilt from traces and scores."""
+    report = inspect_run(run_dir)
+    assert report.is_clean and report.steps == report.batches_rebuilt == 6
+    assert report.rollouts == sum(summary(run_dir)["verdicts"].values())
+    assert report.samples > 0 and report.micro_batches == report.micro_batches_with_references > 0
+    assert report.distinct_files == summary(run_dir)["images_stored"]
     assert sightline("inspect", run_dir.path, cwd=run_dir.path).returncode == 0
 
 
@@ -82,18 +82,21 @@ def test_every_slot_has_the_samplers_pixel_digest(run_dir: RunDir) -> None:
             for node in trace.nodes:
                 for slot in node.slots:
                     digests.setdefault(slot.item.ref.digest, set()).add(slot.pixel_digest)
-    assert all(len(seen) == 1 and None not in seen for seen in digests.values())
+    assert all(
+        len(sampler_digests) == 1 and None not in sampler_digests
+        for sampler_digests in digests.values()
+    )
 
 
 def test_summary_has_every_field(run_dir: RunDir) -> None:
-    found = summary(run_dir)
+    run_summary = summary(run_dir)
     assert {
         "reward_start", "reward_final", "steps", "seconds", "mismatch_kl", "tokens_per_s",
         "images_shown", "images_stored", "bad_media", "verdicts",
-    } <= found.keys()  # fmt: skip
-    assert found["steps"] == 6 and found["bad_media"] == 0
-    assert 0 <= found["mismatch_kl"] < 1e-5
-    assert sum(found["verdicts"].values()) >= 6 * 4 * 4
+    } <= run_summary.keys()  # fmt: skip
+    assert run_summary["steps"] == 6 and run_summary["bad_media"] == 0
+    assert 0 <= run_summary["mismatch_kl"] < 1e-5
+    assert sum(run_summary["verdicts"].values()) >= 6 * 4 * 4
 
 
 def test_step_without_fresh_tokens_reports_null(run_dir: RunDir) -> None:
@@ -128,5 +131,5 @@ def test_scores_cover_every_trained_token(run_dir: RunDir) -> None:
 
 def test_gc_keeps_every_image_the_run_refers_to(run_dir: RunDir) -> None:
     done = sightline("media", "gc", "--run", run_dir.path, "--min-age-s", "0", cwd=run_dir.path)
-    found = summary(run_dir)
-    assert MediaStore(run_dir.media).count() == found["images_stored"], done.stdout
+    run_summary = summary(run_dir)
+    assert MediaStore(run_dir.media).count() == run_summary["images_stored"], done.stdout

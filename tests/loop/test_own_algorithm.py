@@ -46,9 +46,9 @@ def test_user_defined_functions_train_the_demo(warm_home: Path) -> None:
         cwd=warm_home,
     )  # fmt: skip
     run = done.stdout.strip().splitlines()[-2].removeprefix("run: ")
-    found = summary(RunDir(warm_home / run))
-    assert found["reward_final"] > found["reward_start"] + 0.15
-    assert found["mismatch_kl"] < 1e-5
+    run_summary = summary(RunDir(warm_home / run))
+    assert run_summary["reward_final"] > run_summary["reward_start"] + 0.15
+    assert run_summary["mismatch_kl"] < 1e-5
 
 
 def test_invalid_loss_is_refused_before_any_process_starts(warm_home: Path) -> None:

@@ -29,14 +29,16 @@ print(json.dumps(book.cells[0].outputs))
 def test_a_new_project_is_tested_warmed_up_and_trained(tmp_path: Path) -> None:
     sightline("init", "colors", cwd=tmp_path)
     home = tmp_path / "colors"
-    assert "problems: 0" in sightline("try", "environment:Colors", cwd=home).stdout
+    assert "problems: 0" in sightline("try", "environment:ColorsEnv", cwd=home).stdout
     sightline("model", "tiny", "models/tiny", cwd=home)
     sightline("sft", "warmup.toml", "run.steps=60", cwd=home)
     sightline("rl", "--plain", "rl.toml", "run.steps=20", "eval.tasks=64", cwd=home)
-    found = summary(RunDir(home / "runs" / "colors-001"))
-    assert found["reward_final"] > found["reward_start"] > 0.05, "answers have the right form"
+    run_summary = summary(RunDir(home / "runs" / "colors-001"))
+    assert run_summary["reward_final"] > run_summary["reward_start"] > 0.05, (
+        "answers have the right form"
+    )
 
-    # The same from a notebook, whose cell prints the steps.
+    # Train in a notebook, whose cell prints the steps.
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", NOTEBOOK, RUN], cwd=home, capture_output=True, text=True,

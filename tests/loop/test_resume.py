@@ -1,5 +1,7 @@
-"""Kill any process at any moment: the run goes on, or ends and says why; it resumes, and has every
-step once."""
+"""Kill any process at any moment: the run continues, or ends with a reason and resumes.
+
+Every step is trained once.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ def test_killed_run_names_the_dead_process_and_resumes(home: Path, victim: str) 
     job = Job(home, *RUN)
     job.wait_for_step(6)
     job.kill(victim)
-    said = job.output(timeout_s=30)
+    output = job.output(timeout_s=30)
     assert job.process.returncode == 2
-    assert f"{victim} was killed by SIGKILL" in said
-    assert "--resume" in said
+    assert f"{victim} was killed by SIGKILL" in output
+    assert "--resume" in output
     assert not live_processes(job.run_dir), "one death ends all"
     assert summary(job.run_dir)["outcome"] == "failed"
 
@@ -35,8 +37,8 @@ def test_killed_run_names_the_dead_process_and_resumes(home: Path, victim: str) 
     after = ledger(job.run_dir)
     assert [step for step, _ in after] == list(range(1, STEPS + 1))
     assert after[: len(before)] == before, "a replayed step trains on the batch it had"
-    found = summary(job.run_dir)
-    assert found["steps"] == STEPS and found["reward_final"] is not None
+    run_summary = summary(job.run_dir)
+    assert run_summary["steps"] == STEPS and run_summary["reward_final"] is not None
     assert not list(job.run_dir.weights.glob("*.1")), "replayed weights are bit-equal"
     assert done.stdout.strip().splitlines()[-2].startswith("run: ")
 
@@ -44,17 +46,17 @@ def test_killed_run_names_the_dead_process_and_resumes(home: Path, victim: str) 
 def test_killed_server_and_trainer_are_restarted(
     home: Path,
 ) -> None:
-    """The trainer as often as `[launch] restart` says."""
+    """Kill the trainer as often as `[launch] restart` allows."""
     job = Job(home, *RUN, "launch.restart=1", "trainer.checkpoint_every=4")
     job.wait_for_step(2)
     job.kill("server")
     job.wait_for_step(6)
     job.kill("trainer")
-    said = job.output(timeout_s=300)
-    assert job.process.returncode == 0, said
-    assert "server was killed by SIGKILL; restarting it, 1 of 8 times" in said
+    output = job.output(timeout_s=300)
+    assert job.process.returncode == 0, output
+    assert "server was killed by SIGKILL; restarting it, 1 of 8 times" in output
     again = "trainer was killed by SIGKILL; restarting the trainer from its last checkpoint"
-    assert again in said
+    assert again in output
     assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
     assert not list(job.run_dir.weights.glob("*.1")), "replayed weights are bit-equal"
     assert summary(job.run_dir)["outcome"] == "finished"
@@ -79,14 +81,14 @@ def test_processes_exit_when_the_launcher_is_killed(home: Path) -> None:
 def test_stopped_run_shuts_down_cleanly_and_resumes(home: Path) -> None:
     job = Job(home, *RUN)
     job.wait_for_step(3)
-    told = sightline("stop", job.run_dir.path, cwd=home).stdout
-    said = job.output(timeout_s=60)
-    assert job.process.returncode == 0, said
+    output = sightline("stop", job.run_dir.path, cwd=home).stdout
+    printed = job.output(timeout_s=60)
+    assert job.process.returncode == 0, printed
     resume = f"resume: sightline rl --resume runs/{job.run_dir.path.name}"
-    assert said.splitlines()[-1] == resume and "is stopped at step " in told
-    found = summary(job.run_dir)
-    assert found["stopped_by"] and found["reward_final"] is None
-    assert found["outcome"] == "stopped"
+    assert printed.splitlines()[-1] == resume and "is stopped at step " in output
+    run_summary = summary(job.run_dir)
+    assert run_summary["stopped_by"] and run_summary["reward_final"] is None
+    assert run_summary["outcome"] == "stopped"
     assert (job.run_dir.report / "index.html").is_file()
     stopped_at = ledger(job.run_dir)[-1][0]
     assert (job.run_dir.checkpoints / f"step_{stopped_at:06d}").is_dir()

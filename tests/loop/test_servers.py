@@ -1,4 +1,4 @@
-"""A run on inference servers that others have started."""
+"""A run on inference servers that were started separately."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ask(address: str, path: str) -> Any:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server of its own process, that may be killed."""
+    """A server in its own process, which may be killed."""
     words = ["serve", "models/tiny", "--media", "media", "--port", "0", "--max-model-len", "256"]
     words += ["--max-num-seqs", "32", "--token", "file:token", "--weights-root", "runs"]
     process = subprocess.Popen(
@@ -89,18 +89,18 @@ def test_killed_server_is_replaced_by_a_third(tmp_path: Path) -> None:
         added = sightline("servers", job.run_dir.path, "add", c, cwd=tmp_path).stdout
         assert f"{c} gets turns once it has adopted the newest version" in added
         job.wait_until(lambda: ask(c, "/sightline/v1/stats")["totals"]["finished"] > 8, 120)
-        told = sightline("servers", job.run_dir.path, cwd=tmp_path).stdout
-        assert f"{a}  lost" in told and f"{b}  " in told and f"{c}  " in told
+        output = sightline("servers", job.run_dir.path, cwd=tmp_path).stdout
+        assert f"{a}  lost" in output and f"{b}  " in output and f"{c}  " in output
         sightline("servers", job.run_dir.path, "remove", a, cwd=tmp_path)
         sightline("stop", job.run_dir.path, cwd=tmp_path)
-        said = job.output(60)
-        assert job.process.returncode == 0, said
+        printed = job.output(60)
+        assert job.process.returncode == 0, printed
         events = list(read_events(job.run_dir.metrics))
         assert not [event for event in events if event.kind == "dropped"], "no rollout was lost"
         words = [str(event.values["words"]) for event in events if event.kind == "process"]
         assert any("It has stopped" in line and a in line for line in words)
         last = ledger(job.run_dir)[-1][0]
-        # The list outlasts the processes; the third server is one of the run's own from now on.
+        # The list outlasts the processes. From now on, the third server belongs to the run.
         before = ask(c, "/sightline/v1/stats")["totals"]["finished"]
         steps = f"run.steps={last + 2}"
         sightline("rl", "--plain", "--resume", job.run_dir.path, steps, cwd=tmp_path)
@@ -128,24 +128,24 @@ def servers(tmp_path: Path) -> Iterator[list[str]]:
 
 def test_two_servers_serve_successive_runs(tmp_path: Path, servers: list[str]) -> None:
     (tmp_path / "run.toml").write_text(RUN.replace("SERVERS", json.dumps(servers)))
-    seen = [0, 0]
+    num_sampled = [0, 0]
     for name in ("apart-001", "apart-002"):
         sightline("rl", "--plain", "run.toml", cwd=tmp_path)
         run_dir = RunDir(tmp_path / "runs" / name)
         assert [step for step, _ in ledger(run_dir)] == list(range(1, STEPS + 1))
         assert not (run_dir.logs / "server.log").exists(), "the run started none"
-        # The second run begins with its own weights, not with those that the first has left.
+        # The second run begins with its own weights, not with those of the first run.
         assert summary(run_dir)["mismatch_kl"] < 1e-6
         assert summary(run_dir)["bad_media"] == 0
-        told = [ask(server, "/sightline/v1/stats")["totals"] for server in servers]
-        sampled = [totals["sampled_tokens"] for totals in told]
-        assert all(now > before for now, before in zip(sampled, seen, strict=True))
+        server_totals = [ask(server, "/sightline/v1/stats")["totals"] for server in servers]
+        sampled = [totals["sampled_tokens"] for totals in server_totals]
+        assert all(now > before for now, before in zip(sampled, num_sampled, strict=True))
         health = [ask(server, "/health") for server in servers]
         assert [h["version"].split("-")[:2] for h in health] == [
             [str(STEPS), run_dir.read_id()]
         ] * 2
         assert [h["leased_to"] for h in health] == ["", ""], "the run has given its leases back"
-        seen = sampled
+        num_sampled = sampled
 
 
 def test_server_with_other_serving_settings_is_refused(tmp_path: Path, servers: list[str]) -> None:
@@ -174,8 +174,8 @@ def test_run_ends_on_a_leased_server_or_a_different_sampler_policy(
     def lease(seconds: float) -> None:
         body = json.dumps({"run": "beef", "seconds": seconds}).encode()
         headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
-        asked = urllib.request.Request(f"{servers[1]}/sightline/v1/lease", body, headers)
-        urllib.request.urlopen(asked, timeout=30).close()
+        request = urllib.request.Request(f"{servers[1]}/sightline/v1/lease", body, headers)
+        urllib.request.urlopen(request, timeout=30).close()
 
     def failed(*overrides: str) -> tuple[str, RunDir]:
         done = sightline("rl", "--plain", "run.toml", *overrides, cwd=tmp_path, check=False)
@@ -190,8 +190,8 @@ def test_run_ends_on_a_leased_server_or_a_different_sampler_policy(
     assert done.returncode == 2 and "is leased to run beef" in done.stderr
     assert not (tmp_path / "runs").exists(), "nothing was started"
     lease(0)
-    said, run_dir = failed("orchestrator.max_mismatch=1e-30")
-    assert "step 1: sampler and trainer differ by a KL of" in said
-    assert "tokens that version 0 sampled" in said and "worst token" in said
+    output, run_dir = failed("orchestrator.max_mismatch=1e-30")
+    assert "step 1: sampler and trainer differ by a KL of" in output
+    assert "tokens that version 0 sampled" in output and "worst token" in output
     assert run_dir.scores_of(1).is_file()
     assert ask(servers[1], "/health")["leased_to"] == "", "a run that fails gives its lease back"

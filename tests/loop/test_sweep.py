@@ -1,4 +1,4 @@
-"""Several runs of one file, one after the other."""
+"""Several runs of one file, one after another."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def test_failed_sweep_run_is_reported_and_the_others_continue(
     done = sightline("sft", file, *words, values, cwd=tmp_path, check=False)
     assert done.returncode == 1
     assert "gone" in done.stderr and "  fix: " in done.stderr
-    (made,) = (tmp_path / "runs").glob("job-*")
+    (finished,) = (tmp_path / "runs").glob("job-*")
     varied = f"path{tiny_model}".replace("/", "")
-    assert made.name == f"job-{varied}-001" and get_status(RunDir(made)).state == "finished"
+    assert finished.name == f"job-{varied}-001" and get_status(RunDir(finished)).state == "finished"
     assert (tmp_path / f"out-{varied}" / "model.safetensors").is_file()
     assert " finished " in done.stdout and " 2/2 " in done.stdout
     refused = sightline("sft", file, "run.steps=2,none", cwd=tmp_path, check=False)

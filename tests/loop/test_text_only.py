@@ -30,20 +30,20 @@ def test_a_text_only_model_learns_a_code_in_words(tmp_path: Path, kind: str) -> 
     sightline("sft", *warm_up, cwd=tmp_path)
     words = (EXAMPLES / "cpu.toml", IN_WORDS, f"run.steps={STEPS}", "rollout.max_tokens=16")
     words += ("inference.max_model_len=192", *SMALL)
-    said = sightline("rl", "--plain", *words, cwd=tmp_path).stdout
-    assert "packing: trees" in said and re.search(r"images +none", said)
+    output = sightline("rl", "--plain", *words, cwd=tmp_path).stdout
+    assert "packing: trees" in output and re.search(r"images +none", output)
 
-    run_dir = RunDir(tmp_path / said.strip().splitlines()[-2].removeprefix("run: "))
-    found = summary(run_dir)
-    assert found["images_shown"] == 0 and found["mismatch_kl"] < 1e-5
-    assert not {"reward_swapped", "probe", "probes"} & found.keys()
+    run_dir = RunDir(tmp_path / output.strip().splitlines()[-2].removeprefix("run: "))
+    run_summary = summary(run_dir)
+    assert run_summary["images_shown"] == 0 and run_summary["mismatch_kl"] < 1e-5
+    assert not {"reward_swapped", "probe", "probes"} & run_summary.keys()
     events = read_events(run_dir.metrics)
-    assert len(by_step(events, "train")) == found["steps"] > 0
+    assert len(by_step(events, "train")) == run_summary["steps"] > 0
     report = (run_dir.report / "report.md").read_text().lower()
     for word in ("blind", "swapped", "images shown", "images stored", "bad images"):
         assert word not in report, word
     if IS_FULL:
-        assert found["reward_final"] > found["reward_start"] + 0.2
+        assert run_summary["reward_final"] > run_summary["reward_start"] + 0.2
 
     last = run_dir.path / "checkpoints" / "final"
     score = ("eval", "--run", run_dir.path, "--checkpoint", last, "--tasks", "8")

@@ -1,4 +1,4 @@
-"""Every process of a run finds a family that is on the Python path, and nowhere in our files."""
+"""Every process of a run finds a family that exists only on the Python path."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ THIRD_FAMILY = Path(__file__).parents[1] / "contract" / "third_family"
 def test_external_family_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = shutil.copytree(THIRD_FAMILY, tmp_path / "elsewhere")
     monkeypatch.setenv("PYTHONPATH", str(elsewhere))
-    made = sightline("model", "tiny", "models/tiny", "--family", "pebble", cwd=tmp_path)
-    assert made.stdout.startswith("pebble: ")
+    completed = sightline("model", "tiny", "models/tiny", "--family", "pebble", cwd=tmp_path)
+    assert completed.stdout.startswith("pebble: ")
     sightline("sft", EXAMPLES / "warmup.toml", "run.steps=20", cwd=tmp_path)
     sightline(
         "rl", "--plain", EXAMPLES / "cpu.toml", *SMALL, "run.steps=3", "rollout.max_tokens=6",
         cwd=tmp_path,
     )  # fmt: skip
-    found = summary(RunDir(tmp_path / "runs" / "job-001"))
-    assert found["steps"] == 3
-    assert found["mismatch_kl"] < 1e-6
+    run_summary = summary(RunDir(tmp_path / "runs" / "job-001"))
+    assert run_summary["steps"] == 3
+    assert run_summary["mismatch_kl"] < 1e-6

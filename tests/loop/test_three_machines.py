@@ -1,5 +1,7 @@
-"""A run over three machines that have no folder in common, on a network that is not trusted: it is
-slow, it loses packets, it is cut in two, and a server dies."""
+"""A run on three machines without a shared folder, on an untrusted network.
+
+It is slow, loses packets and gets split, and a server dies.
+"""
 
 from __future__ import annotations
 
@@ -66,16 +68,19 @@ def test_demo_learns_equally_on_three_machines(
     settings = tomllib.loads((EXAMPLES / "cpu.toml").read_text())
     run_dir = play(tmp_path, monkeypatch, tmp_path / "models" / "warm", settings)
     steps = [step for step, _ in ledger(run_dir)]
-    told = summary(run_dir)
-    print(f"{len(steps)} steps, reward {told['reward_start']:.3f} to {told['reward_final']:.3f}")
+    run_summary = summary(run_dir)
+    print(
+        f"{len(steps)} steps, reward {run_summary['reward_start']:.3f} to "
+        f"{run_summary['reward_final']:.3f}"
+    )
     assert steps == list(range(1, len(steps) + 1))
-    assert told["reward_start"] < 0.2 and told["reward_final"] > 0.85
+    assert run_summary["reward_start"] < 0.2 and run_summary["reward_final"] > 0.85
 
 
 def play(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path, settings: dict[str, Any]
 ) -> RunDir:
-    """Plays the run file `settings` over three machines, with all that can go wrong."""
+    """Run the run file `settings` on three machines with all faults."""
     disk, image = tmp_path / "disk", tmp_path / "image"
     disk.mkdir()
     image.mkdir()
@@ -139,10 +144,10 @@ def play(
         added = f"http://{c}:8003"
         words = [*here, "servers", str(job.run_dir.path), "add", added]
         subprocess.run(words, check=True, capture_output=True, timeout=120)
-        said = job.output(600.0)
-        assert job.process.returncode == 0, said
-        told = summary(job.run_dir)
-        assert told["bad_media"] == 0 and told["mismatch_kl"] < 1e-6
+        output = job.output(600.0)
+        assert job.process.returncode == 0, output
+        run_summary = summary(job.run_dir)
+        assert run_summary["bad_media"] == 0 and run_summary["mismatch_kl"] < 1e-6
         assert added in job.run_dir.metrics.read_text() and network.num_lost > 0
         assert not job.run_dir.media.exists() and (job.run_dir.checkpoints / "final").is_dir()
         assert not list((disk / "scratch").glob("*"))
@@ -151,7 +156,7 @@ def play(
 
 
 def wait_for_line(log: Path, process: subprocess.Popen[str], timeout_s: float = 120.0) -> None:
-    """Returns when the server says that it serves."""
+    """Return when the server prints that it is serving."""
     deadline = time.monotonic() + timeout_s
     while "serving" not in log.read_text():
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()

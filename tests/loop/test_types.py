@@ -66,25 +66,25 @@ def home(tmp_path: Path) -> Path:
 
 
 def play(home: Path, *overrides: str) -> str:
-    """A run to its end, and what it prints."""
+    """Play a run to its end, and return its output."""
     words = ("rl", "--plain", "run.toml", f"run.steps={STEPS}", *overrides)
-    said = sightline(*words, cwd=home).stdout
-    run_dir = RunDir(home / said.strip().splitlines()[-2].removeprefix("run: "))
-    found = summary(run_dir)
-    assert found["steps"] == STEPS and found["reward_final"] is not None
+    output = sightline(*words, cwd=home).stdout
+    run_dir = RunDir(home / output.strip().splitlines()[-2].removeprefix("run: "))
+    run_summary = summary(run_dir)
+    assert run_summary["steps"] == STEPS and run_summary["reward_final"] is not None
     trained = by_step(read_events(run_dir.metrics), "train")
     mismatches = [trained[step].values["mismatch_kl"] for step in range(1, STEPS + 1)]
-    print(f"seconds {found['seconds']:.0f}, mismatch KL by step {mismatches}")
+    print(f"seconds {run_summary['seconds']:.0f}, mismatch KL by step {mismatches}")
     assert all(kl is not None and kl < 1e-5 for kl in mismatches)
-    return said
+    return output
 
 
 def test_a_recurrent_model_warms_up_and_trains(home: Path) -> None:
     sightline("model", "tiny", "models/tiny", "--type", "qwen3_5", cwd=home)
     sightline("sft", "warmup.toml", cwd=home)
-    said = play(home, "model.path=models/warm")
-    assert re.search(r"packing: trees .* carry a state", said)
-    assert "prefix cache: on, " in said
+    output = play(home, "model.path=models/warm")
+    assert re.search(r"packing: trees .* carry a state", output)
+    assert "prefix cache: on, " in output
 
 
 KINDS = [("qwen_vl", "qwen2_5_vl"), ("qwen_vl", "qwen3_vl_thinking"), ("glm_v", "glm46v")]
@@ -107,8 +107,8 @@ ON_TORCHVISION = [
 @pytest.mark.parametrize("kind", [*take_first(PLAIN, 1), *take_first(ON_TORCHVISION, 1)])
 def test_generic_family_type_trains(home: Path, kind: str) -> None:
     write_kind(kind, home / "models" / "tiny")
-    said = play(home)
-    assert ("packing: padded rows" in said) == ("prefix cache: off, " in said)
+    output = play(home)
+    assert ("packing: padded rows" in output) == ("prefix cache: off, " in output)
 
 
 # A square that each tower sees as few patches, none of them padded.

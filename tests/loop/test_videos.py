@@ -25,13 +25,13 @@ def test_model_learns_frame_order(tmp_path: Path) -> None:
     words = ("cpu.toml", f"run.steps={STEPS}", *SMALL)
     done = sightline("rl", "--plain", *words, cwd=tmp_path)
     run = done.stdout.strip().splitlines()[-2].removeprefix("run: ")
-    found = summary(RunDir(tmp_path / run))
-    assert found["mismatch_kl"] < 1e-5
-    told = sightline("inspect", run, cwd=tmp_path)
-    counts = dict(line.rsplit(maxsplit=1) for line in told.stdout.splitlines())
+    run_summary = summary(RunDir(tmp_path / run))
+    assert run_summary["mismatch_kl"] < 1e-5
+    completed = sightline("inspect", run, cwd=tmp_path)
+    counts = dict(line.rsplit(maxsplit=1) for line in completed.stdout.splitlines())
     assert counts["missing files"] == "0"
     assert counts["video slots"] == counts["slots"] != "0"
     if IS_FULL:
-        assert found["reward_start"] < 0.45, "the warm-up teaches no order"
-        assert found["reward_final"] > 0.9
-        assert found["reward_swapped"] < found["reward_final"] - 0.3
+        assert run_summary["reward_start"] < 0.45, "the warm-up teaches no order"
+        assert run_summary["reward_final"] > 0.9
+        assert run_summary["reward_swapped"] < run_summary["reward_final"] - 0.3

@@ -62,7 +62,7 @@ class Stuck(Trouble):
         while self.is_time(task):
             time.sleep(1e9)
         done = Path("trouble.done")
-        # What comes later waits for the next worker: a run without one would not end.
+        # Later rollouts wait for the next worker. Without one, the run would not end.
         while task.index > 3 and done.exists() and done.read_text() == str(os.getpid()):
             time.sleep(0.05)
         return chat.rng.random()
@@ -89,7 +89,7 @@ tasks = 0
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model that has learned nothing: nothing here needs more."""
+    """A folder with an untrained tiny model, which is enough for these tests."""
     folder = tmp_path_factory.mktemp("models")
     sightline("model", "tiny", "tiny", cwd=folder)
     return folder
@@ -121,13 +121,13 @@ def test_worker_broken_by_user_code_is_replaced(home: Path, kind: str, env: str,
     write_run(home, "trouble", TROUBLE, env)
     limit = ("rollout.timeout_s=15",) if kind == "stuck" else ()
     words = ("run.toml", f"run.steps={STEPS}", f"env.args.kind={kind}", *limit)
-    said = sightline("rl", "--plain", *words, cwd=home).stdout
+    output = sightline("rl", "--plain", *words, cwd=home).stdout
     run_dir = RunDir(next((home / "runs").glob("job-*")))
     events = list(read_events(run_dir.metrics))
     assert summary(run_dir)["steps"] == STEPS
     lost = [event.values for event in events if event.kind == "lost"]
     assert [event["worker"] for event in lost] == ["worker-0"]
-    assert why in lost[0]["reason"] and "worker-0 was replaced" in said
+    assert why in lost[0]["reason"] and "worker-0 was replaced" in output
     steps = by_step(events, "step")
     assert steps[STEPS].values["workers_lost"] == {why.partition(":")[0]: 1}
     traces = [t for step in range(1, STEPS + 1) for t in read_traces(run_dir.traces_of(step))]

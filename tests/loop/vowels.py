@@ -1,5 +1,7 @@
-"""vowels: say as many as you can. A model of random weights says some, so there is always something
-to learn from, whatever the chat format."""
+"""vowels: say as many vowels as possible.
+
+A random model says some, so every chat format has a signal.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ class Vowels(Environment):
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
         earned = []
         for turn in range(self.turns):
-            said = await chat.send([self._question(task, turn, chat.put)])
+            answer = await chat.send([self._question(task, turn, chat.put)])
             # Some formats open a turn with reasoning, and a short one ends in the middle of it.
-            spoken = (said.reasoning or "") + said.text
+            spoken = (answer.reasoning or "") + answer.text
             earned.append(sum(letter in VOWELS for letter in spoken) / max(len(spoken), 1))
         return Outcome(sum(earned) / self.turns, per_turn=earned)
 
@@ -40,6 +42,6 @@ class Vowels(Environment):
         return talk
 
     def _question(self, task: Task, turn: int, put: Any) -> Message:
-        asked = f"vowels {task.index + turn}?"
+        prompt = f"vowels {task.index + turn}?"
         shade = (37 * task.index + 80 * turn) % 256
-        return user(asked, put(Image.new("RGB", (32, 64), (shade, 90, 255 - shade))))
+        return user(prompt, put(Image.new("RGB", (32, 64), (shade, 90, 255 - shade))))

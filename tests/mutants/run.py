@@ -34,7 +34,7 @@ NUM_PER_LAW = 2
 NUM_COPIES = 2
 TIMEOUT_S = 600
 PROCESSES = multiprocessing.get_context("forkserver")
-"""Starts processes that have already imported the slow libraries, and none of our modules."""
+"""Starts processes that have imported the slow libraries but none of our modules."""
 PRELOADED = ["fastapi", "torch", "transformers.modeling_utils"]
 MISHAPS = ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
 """Errors of a mutant that crashes before it breaks a law."""
@@ -55,9 +55,9 @@ class Mutant:
 @dataclass(frozen=True)
 class Ended:
     code: int
-    """Exit code of pytest: 1 where a test failed."""
+    """Exit code of pytest: 1 if a test failed."""
     failed: str
-    """The test that failed; empty where none did."""
+    """The test that failed, or an empty string."""
     message: str
     printed: str
 
@@ -67,17 +67,17 @@ class Verdict:
     mutant: Mutant
     caught_by: str
     problem: str
-    """Why the mutant does not count as caught; empty where it does."""
+    """Return why the mutant does not count as caught, or an empty string."""
     seconds: float
 
 
 def read_list() -> tuple[dict[int, str], list[Mutant]]:
     """The laws by their numbers, and the mutants."""
-    found = tomllib.loads(LIST.read_text())
-    laws = {int(number): words for number, words in found.pop("laws").items()}
+    loads = tomllib.loads(LIST.read_text())
+    laws = {int(number): words for number, words in loads.pop("laws").items()}
     mutants = [
         Mutant(name, one["law"], Edit(one["file"], one["old"], one["new"]), tuple(one["tests"]))
-        for name, one in found.items()
+        for name, one in loads.items()
     ]
     return laws, mutants
 
@@ -90,7 +90,7 @@ def make_copy(folder: Path) -> Path:
 
 
 def run_pytest(copy: Path, words: Sequence[str], environment: dict[str, str]) -> None:
-    """Ends this process with the exit code of pytest, in the code of `copy`."""
+    """Run pytest in the code of `copy`, and exit with its exit code."""
     os.environ.update(environment)
     for name in ("CI", "FULL"):
         os.environ.pop(name, None)
@@ -110,7 +110,7 @@ def run_pytest(copy: Path, words: Sequence[str], environment: dict[str, str]) ->
 
 
 def run_tests(copy: Path, tests: Sequence[str], **environment: str) -> Ended:
-    """How pytest ended on `tests`, in a process of its own and the code of `copy`."""
+    """Return the result of pytest on `tests`, in its own process and the code of `copy`."""
     report = copy / "report.xml"
     report.unlink(missing_ok=True)
     words = [
@@ -137,7 +137,7 @@ def try_mutant(copy: Path, mutant: Mutant) -> Verdict:
     file = mutant.edit.file
     mutant.edit.apply(copy)
     try:
-        # What is compiled of the mutant must not serve the next one.
+        # Compiled code of a mutant must not be used for the next one.
         ended = run_tests(copy, mutant.tests, PYTHONDONTWRITEBYTECODE="1")
     finally:
         shutil.copy2(ROOT / file, copy / file)
@@ -150,7 +150,7 @@ def try_mutant(copy: Path, mutant: Mutant) -> Verdict:
 
 
 def try_mutants(mutants: Sequence[Mutant], folder: Path) -> list[Verdict]:
-    """The verdicts on the mutants, after their tests have passed on the code as it is."""
+    """Return the verdicts on the mutants, after their tests have passed on the original code."""
     copies = [make_copy(folder / str(number)) for number in range(NUM_COPIES)]
     free: SimpleQueue[Path] = SimpleQueue()
     for copy in copies:
@@ -187,7 +187,7 @@ def main() -> int:
     if names:
         chosen = [mutant for mutant in mutants if mutant.name in names]
     began = time.monotonic()
-    # As tests/conftest.py does before torch is loaded.
+    # Set these like tests/conftest.py, before torch is loaded.
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     PROCESSES.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:

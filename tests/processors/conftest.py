@@ -1,4 +1,4 @@
-"""Tests that need torchvision; run by `make test-torchvision`, which puts it on the path with
+"""Tests that need torchvision. Run by `make test-torchvision`, which puts it on the path with
 what declares its operators, in every process (tests/vllm/environment)."""
 
 from __future__ import annotations

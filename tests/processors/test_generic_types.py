@@ -32,7 +32,7 @@ def test_generic_types_pass_the_family_suites(tmp_path: Path) -> None:
 
 
 def test_expert_router_gets_no_adapter(tmp_path: Path, store: MediaStore) -> None:
-    """It is a linear layer that gives two things."""
+    """It is a linear layer with two outputs."""
     write_kind("llama4", tmp_path / "model")
     settings = making.model_config(tmp_path / "model")
     lora = LoraConfig(rank=4, vision_targets=("*",))

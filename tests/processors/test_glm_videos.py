@@ -45,22 +45,22 @@ def test_frames_pixels_and_tokens_match_transformers(
     steps = family.steps(part)
     talk = [{"role": "user", "content": [{"type": "text", "text": "see "}, {"type": "video"}]}]
     text = processor.apply_chat_template(talk, add_generation_prompt=True, enable_thinking=False)
-    made = processor(
+    processed = processor(
         text=[text],
         videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
         video_metadata=[{"total_num_frames": count, "fps": 4.0, "duration": count / 4}],
         do_sample_frames=True,
     )
     _, height, width = steps[0].item.grid
-    assert made["video_grid_thw"].tolist() == [[len(steps), height, width]]
-    assert renderer.render([user("see ", part)]).token_ids == made["input_ids"][0]
+    assert processed["video_grid_thw"].tolist() == [[len(steps), height, width]]
+    assert renderer.render([user("see ", part)]).token_ids == processed["input_ids"][0]
 
     materializer = Materializer(family, store, 1 << 24)
     rows = np.concatenate([family.rows(materializer.get(s.item).patches) for s in steps])
     materializer.close()
-    difference = np.abs(rows - np.asarray(made["pixel_values_videos"]).reshape(rows.shape))
+    difference = np.abs(rows - np.asarray(processed["pixel_values_videos"]).reshape(rows.shape))
     if (height * family.patch, width * family.patch) == (size[1], size[0]):
-        # The very levels of 255; torchvision normalizes them with another rounding of float32.
+        # The levels of 255 are equal. torchvision rounds float32 differently when it normalizes.
         assert difference.max() < 1e-6
     else:
         # Pillow and torchvision round a resized value apart by a level of 255 or two.

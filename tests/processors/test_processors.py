@@ -6,13 +6,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import making
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from sightline import MediaStore
-from sightline.families import Family, load_family
+from sightline.families import Family, load_family, load_renderer
 from sightline.families.registry import write_tiny
+from sightline.message import user
+from sightline.trainer.export import export_checkpoint
 
 SIZES = [(28, 28), (29, 27), (640, 480), (300, 20), (1280, 720), (7, 900), (2500, 1900), (9000, 40)]
 
@@ -49,6 +53,47 @@ def test_full_processor_loads(tiny_model: Path) -> None:
     processor = AutoProcessor.from_pretrained(tiny_model, local_files_only=True)
     assert processor.image_token == "<|image_pad|>"
     assert processor.chat_template
+
+
+def test_exported_checkpoint_loads_in_transformers_with_its_processor(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    """Its prompt and logprobs are those of Sightline: the comparison in docs/your_model.md."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    learner = making.build_learner(
+        making.model_config(tiny_model), making.trainer_config(), store, steps=1
+    )
+    with torch.no_grad():
+        for parameter in learner.forward.model.parameters():
+            parameter.mul_(0.9)
+    exported = tmp_path / "exported"
+    export_checkpoint(tiny_model, exported, learner.forward.model)
+    processor = AutoProcessor.from_pretrained(exported, local_files_only=True)
+    model = AutoModelForImageTextToText.from_pretrained(exported, local_files_only=True)
+
+    image, family = photo(640, 480), load_family(str(exported))
+    rendered = load_renderer(exported, store, family).render([user(store.put(image), "colour?")])
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "colour?"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    assert inputs["input_ids"][0].tolist() == list(rendered.token_ids)
+    answer = torch.tensor([[5, 6, 7]])
+    for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        if name in inputs:
+            rest = answer if name == "input_ids" else torch.full_like(answer, name[0] == "a")
+            inputs[name] = torch.cat([inputs[name], rest], dim=1)
+    with torch.no_grad():
+        logits = model(**inputs).logits[0, len(rendered.token_ids) - 1 : -1]
+    logits[:, list(learner.pad_ids)] = float("-inf")
+    theirs = torch.log_softmax(logits, -1).gather(1, answer.T)[:, 0]
+    ours = making.trainer_logprobs(learner, store, rendered, answer[0].tolist())
+    np.testing.assert_allclose(theirs.numpy(), ours, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", SIZES)

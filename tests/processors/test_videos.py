@@ -57,26 +57,26 @@ def test_frames_pixels_and_tokens_match_transformers(
     part = video(store.put(encode_video(frames, fps=4)))
     steps = family.steps(part)
     template = "<|vision_start|><|video_pad|><|vision_end|>"
-    made = process(processor, frames, f"see {template}?", 4.0)
+    processed = process(processor, frames, f"see {template}?", 4.0)
     _, height, width = steps[0].item.grid
-    assert made["video_grid_thw"].tolist() == [[len(steps), height, width]]
+    assert processed["video_grid_thw"].tolist() == [[len(steps), height, width]]
 
     materializer = Materializer(family, store, 1 << 24)
     rows = np.concatenate([family.rows(materializer.get(s.item).patches) for s in steps])
     materializer.close()
-    theirs = made["pixel_values_videos"].numpy()
+    theirs = processed["pixel_values_videos"].numpy()
     difference = np.abs(rows - theirs.reshape(rows.shape))
     if (height * family.patch, width * family.patch) == (size[1], size[0]):
-        # The very levels of 255; torchvision normalizes them with another rounding of float32.
+        # The levels of 255 are equal. torchvision rounds float32 differently when it normalizes.
         assert difference.max() < 1e-6
     else:
         # Pillow and torchvision round a resized value apart by a level of 255 or two.
         assert difference.max() <= 2 * 2 / 255 / min(family._settings.std) + 1e-5
 
-    ids = made["input_ids"][0].tolist()
+    ids = processed["input_ids"][0].tolist()
     own = renderer.render([user("see ", part, "?")]).token_ids
     if not family.joins_steps:
-        # The marks of the template stay around what has marks of its own; in the processor that was
+        # The template's marks stay around a video that has its own marks. In the processor that was
         # published with the model they go with the pad.
         first = ids.index(renderer._tokenizer.token_id("<|vision_start|>"))
         vision_end = renderer._tokenizer.token_id("<|vision_end|>")
@@ -86,7 +86,7 @@ def test_frames_pixels_and_tokens_match_transformers(
     at = next(i for i in range(len(own)) if own[i : i + len(text)] == text)
     assert own[at : at + len(ids)] == ids
     if family.joins_steps:
-        seconds = float(made["second_per_grid_ts"][0])
+        seconds = float(processed["second_per_grid_ts"][0])
         assert steps[0].item.step is not None
         assert seconds == pytest.approx(steps[0].item.step.seconds, rel=1e-6)
 
@@ -106,8 +106,8 @@ def test_frames_and_sizes_match_transformers_for_a_thousand_videos(
         assert len(wanted) - len(ours) in (0, 1)
         ref = MediaRef("0" * 64, "video/mp4", width, height, 1, total, fps)
         patches = theirs.get_num_of_video_patches(len(ours), height, width, {})
-        found = family.steps(video(ref))
-        assert len(found) * np.prod(found[0].item.grid) == patches
+        video_steps = family.steps(video(ref))
+        assert len(video_steps) * np.prod(video_steps[0].item.grid) == patches
 
 
 @pytest.mark.parametrize("cap", [True, False])

@@ -1,8 +1,8 @@
-"""Whatever an agent does, the trace of its rollout is what the server's log says.
+"""The trace of a rollout equals the server's log, whatever an agent does.
 
-Random agents extend, ask whole histories, edit them, look through windows, compact, retry, call
-tools, show images and start sub-agents that run side by side. They talk through the real chat,
-over HTTP, to a policy that logs each request. Every chat format takes part.
+Random agents extend, send and edit whole histories, use windows, compact, retry, call tools, show
+images and start concurrent sub-agents. They use the real chat over HTTP, with a policy that logs
+each request. Every chat format is tested.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tests.contract.cases import read_cases
 from tests.logged_chat import Line, LoggingPolicy, line_of, talking
 
 LOOK = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-# Shrinking plays hundreds of rollouts more, and scripts are short as they are.
-# Agents here say two things in a row, which templates of strict turns refuse.
+# Shrinking would play hundreds of rollouts, and the scripts are already short.
+# These agents send two messages in a row, which templates with strict turns refuse.
 CASES = [case for case in read_cases() if case.has_own_format and not case.alternates]
 FEW = settings(
     max_examples=num_examples(20, 8),
@@ -45,7 +45,7 @@ FEW = settings(
 
 @dataclass(frozen=True)
 class World:
-    """A chat format, what may be shown in it, and what a policy says in it."""
+    """A chat format, the content that it supports, and the answers of its policy."""
 
     case: Case
     renderer: Renderer
@@ -74,19 +74,19 @@ def make_world(case: Case, folder: Path) -> World:
     renderer = load_renderer(folder / "model", store)
     sizes = ((64, 64), (64, 96), (32, 32)) if case.shows_media else ()
     pictures = [store.put(Image.new("RGB", size)) for size in sizes]
-    said = [assistant("yes"), assistant("the a b"), assistant("")]
+    answers = [assistant("yes"), assistant("the a b"), assistant("")]
     if case.takes_reasoning and not case.closes_reasoning:
-        said += [assistant("so", reasoning="hm"), assistant("", reasoning="the")]
+        answers += [assistant("so", reasoning="hm"), assistant("", reasoning="the")]
     if case.takes_tools:
         calls = (ToolCall("look", '{"x": 1}', "functions.look:0"),)
-        said += [msgspec.structs.replace(said[0], tool_calls=calls)]
-    sayings = [in_full(renderer, message) for message in said]
+        answers += [msgspec.structs.replace(answers[0], tool_calls=calls)]
+    sayings = [in_full(renderer, message) for message in answers]
     family = load_family(folder / "model")
     return World(case, renderer, store, family.modality, pictures, [*sayings, sayings[0][:-1]])
 
 
 def in_full(renderer: Renderer, message: Message) -> list[int]:
-    """The tokens that the assistant says for a message, its stop token included."""
+    """Return the tokens that the assistant samples for a message, including its stop token."""
     rendered = renderer.render([user("?"), message], generation_prompt=False)
     span = rendered.trained[0]
     return rendered.token_ids[span.start : span.stop]
@@ -101,13 +101,13 @@ def world_of(tmp_path_factory: pytest.TempPathFactory):
     return made
 
 
-# --- what agents do
+# --- acts of agents
 
 
 class Act(msgspec.Struct, frozen=True):
     kind: str
     who: int
-    """Which of the conversations, modulo their number."""
+    """Select one of the conversations, modulo their number."""
     words: str
     pictures: tuple[int, ...]
     tools: bool
@@ -141,7 +141,7 @@ WINDOWS = st.sampled_from(
 
 
 class Agent:
-    """Follows a script of acts; every model call is checked against what it asked for."""
+    """Follows a script of acts, and checks every model call against the request."""
 
     def __init__(self, world: World, chat: RolloutChat, windows: tuple[Window, ...]) -> None:
         self.world = world
@@ -149,7 +149,7 @@ class Agent:
         self.talks = [Conversation(chat, *windows)]
         self.windows = {id(self.talks[0]): windows}
         self.asked: dict[int, list[Message]] = {}
-        """By the number of the call, the messages that it was to answer."""
+        """The messages that each call was to answer, by the number of the call."""
 
     async def play(self, acts: list[Act]) -> None:
         await self.send(self.talks[0], Act("send", 0, "begin", (0,), False, 0, 1))
@@ -165,7 +165,7 @@ class Agent:
         self.expect(talk.calls[-1], view)
 
     async def ask(self, talk: Conversation, act: Act) -> None:
-        """The plain chat, with a beginning of somebody's history."""
+        """Return the plain chat, with the beginning of another history."""
         history = talk.history
         ends = [i + 1 for i, message in enumerate(history) if message.role in ("user", "tool")]
         upto = history[: ends[act.place % len(ends)]]
@@ -218,15 +218,15 @@ class Agent:
 
     def observation(self, talk: Conversation, act: Act) -> list[Message]:
         pictures = self.world.pictures
-        shown = [pictures[n % len(pictures)] for n in act.pictures if pictures]
+        images = [pictures[n % len(pictures)] for n in act.pictures if pictures]
         last = talk.history[-1] if talk.history else None
         if last is not None and last.tool_calls and self.world.case.takes_tools:
-            seen = user(act.words, *shown).content
+            content = user(act.words, *images).content
             return [
-                Message(role="tool", content=seen or text("-"), tool_call_id=call.id)
+                Message(role="tool", content=content or text("-"), tool_call_id=call.id)
                 for call in last.tool_calls
             ]
-        return [user(act.words, *shown)]
+        return [user(act.words, *images)]
 
     def tools(self, act: Act) -> list[dict] | None:
         return LOOK if act.tools and self.world.case.takes_tools else None
@@ -236,11 +236,11 @@ class Agent:
         self.asked[call] = asked
 
 
-# --- what holds
+# --- invariants
 
 
 def check_log(trace: Trace, log: list[Line]) -> None:
-    """For each model call: ids, slots, digests and logprobs are those of the server's log."""
+    """Check that ids, slots, digests and logprobs of each call equal the server's log."""
     assert sorted(line_of(node) for node in trace.turns) == list(range(len(log)))
     for node in trace.turns:
         line, path = log[line_of(node)], trace.path(node.id)
@@ -256,15 +256,15 @@ def check_log(trace: Trace, log: list[Line]) -> None:
 
 
 def check_shared(trace: Trace) -> None:
-    """Prompt nodes are stored once; images are references, each with its own message."""
-    said = [(n.parent, n.message, n.token_ids) for n in trace.nodes if not n.is_turn]
-    assert len(set(said)) == len(said)
+    """Prompt nodes are stored once. Images are references, each with its own message."""
+    shared_nodes = [(n.parent, n.message, n.token_ids) for n in trace.nodes if not n.is_turn]
+    assert len(set(shared_nodes)) == len(shared_nodes)
     for node in trace.nodes:
         assert tuple(slot.item.ref for slot in node.slots) == node.message.images
 
 
 def check_trained(trace: Trace, log: list[Line]) -> None:
-    """Every sampled token trains once over all samples, behind the prompt that it was said to."""
+    """Check that every sampled token trains once over all samples, after its own prompt."""
     trained: Counter[tuple[int, int]] = Counter()
     for sample in flatten(trace, lambda node: 1.0):
         ids = sample.token_ids.numpy().tolist()
@@ -281,11 +281,11 @@ def check_trained(trace: Trace, log: list[Line]) -> None:
 
 
 def check_asked(agent: Agent) -> None:
-    """The path to a turn is what the agent asked, and calls are numbered as they stand there."""
+    """Check that the path to a turn equals the agent's request, and that calls are numbered."""
     trace = agent.chat.trace
-    for call, asked in agent.asked.items():
+    for call, requests in agent.asked.items():
         path = trace.path(trace.turns[call].id)
-        assert [trace.nodes[n].message for n in path[:-1]] == asked
+        assert [trace.nodes[n].message for n in path[:-1]] == requests
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -315,7 +315,7 @@ def test_random_agents_trace_matches_the_server_log(case: Case, world_of) -> Non
 
 
 def test_one_script_covers_every_turn_preparation_path(world_of) -> None:
-    """So that the property is not true for want of cases."""
+    """Check that the random cases cover all kinds."""
     cases = [case for case in read_cases() if case.takes_tools and not case.name.startswith("any")]
     worlds = map(world_of, cases)
     world = next(world for world in worlds if not ends_calls_otherwise(world))

@@ -35,7 +35,7 @@ tasks = 0
 
 @pytest.fixture
 def quick_home(tmp_path: Path) -> Path:
-    """A folder with `run.toml`: a run of 4 steps on 2 ranks that needs no model to be warmed up."""
+    """A folder with `run.toml`: a run of 4 steps on 2 ranks that needs no warm-up."""
     write_tiny("qwen_vl", tmp_path / "tiny", seed=0)
     shutil.copy(Path(__file__).parents[1] / "loop" / "vowels.py", tmp_path)
     (tmp_path / "run.toml").write_text(QUICK)

@@ -2,8 +2,7 @@ r"""One rank that loads models shard by shard and compares them with what loadin
 
 python rank_load.py RANK SIZE CHECKPOINT[:WORD]..=HOST:PORT ..
 
-Words: lora, bfloat16, frozen; with
-`measured` it says instead how many bytes more a rank came to hold at most.
+Words: lora, bfloat16, frozen. With `measured` it prints the peak growth in bytes instead.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def compare(rank: int, size: int, checkpoint: str, words: list[str], meet: str) 
 
 
 def measure(rank: int, size: int, checkpoint: str, meet: str) -> int:
-    """The largest growth of the process's own memory, pages of files left out, while it loads."""
+    """Return the largest growth of the process's own memory while it loads, without file pages."""
     most = before = read_anonymous_bytes()
     done = threading.Event()
 
@@ -89,19 +88,19 @@ def read_anonymous_bytes() -> int:
 
 def same(ours: Forward, theirs: Forward) -> None:
     for kind in ("named_parameters", "named_buffers"):
-        # Tied ones under both of their names.
-        one = dict(getattr(ours.model, kind)(remove_duplicate=False))
+        # Tied parameters are listed under both names.
+        tensors = dict(getattr(ours.model, kind)(remove_duplicate=False))
         other = dict(getattr(theirs.model, kind)(remove_duplicate=False))
-        assert list(one) == list(other)
+        assert list(tensors) == list(other)
         for name, wanted in other.items():
-            found = one[name]
-            assert found.shape == wanted.shape and found.dtype == wanted.dtype, name
-            assert found.requires_grad == wanted.requires_grad, name
+            parameter = tensors[name]
+            assert parameter.shape == wanted.shape and parameter.dtype == wanted.dtype, name
+            assert parameter.requires_grad == wanted.requires_grad, name
             if kind == "named_parameters":
-                assert found.placements == wanted.placements, name
-                found, wanted = found.to_local(), wanted.to_local()
-            assert torch.equal(found, wanted), name
-        assert len(set(map(id, one.values()))) == len(set(map(id, other.values())))
+                assert parameter.placements == wanted.placements, name
+                parameter, wanted = parameter.to_local(), wanted.to_local()
+            assert torch.equal(parameter, wanted), name
+        assert len(set(map(id, tensors.values()))) == len(set(map(id, other.values())))
 
 
 if __name__ == "__main__":

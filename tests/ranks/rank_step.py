@@ -82,7 +82,7 @@ def main() -> None:
     learner = making.build_learner(
         settings, trainer, store, 10, ranks, algorithm=algorithm, lora=lora
     )
-    # The reference is the model itself, and a KL of nothing proves nothing.
+    # The reference is the model itself, so a KL of 0 would prove nothing.
     with torch.no_grad():
         for name, parameter in learner.forward.model.named_parameters():
             parameter.mul_(1.01)
@@ -97,10 +97,10 @@ def main() -> None:
             m if m.made is None else replace(m, made=np.full_like(m.made, 127))
             for m in ready.with_pixels().micro_batches
         ]
-    asked = pick_probe_micro_batch(ready.micro_batches)
-    made = [m.made for m in ready.with_pixels().micro_batches]
-    patches = [one for one in made if one is not None]
-    found: dict[str, torch.Tensor] = {}
+    micro_batch = pick_probe_micro_batch(ready.micro_batches)
+    num_decoded = [m.made for m in ready.with_pixels().micro_batches]
+    patches = [one for one in num_decoded if one is not None]
+    tensors: dict[str, torch.Tensor] = {}
     num_updates = 0
 
     def note(*_: object) -> None:
@@ -108,7 +108,7 @@ def main() -> None:
         num_updates += 1
         for name, parameter in learner.forward.model.named_parameters():
             if parameter.grad is not None:
-                found[name] = full_tensor(parameter.grad).detach().clone()
+                tensors[name] = full_tensor(parameter.grad).detach().clone()
 
     learner.optimizer.register_step_pre_hook(note)
     learner.diagnostics_every = int("probe" in words)
@@ -131,7 +131,7 @@ def main() -> None:
         "kept": 0 if learner.features is None else len(learner.features.cache),
         "made": materializer.counts.made,
         "images": ready.num_items,
-        "asked": None if asked is None else asked[0],
+        "asked": None if micro_batch is None else micro_batch[0],
         "shows": [bool(m.batch.items) for m in ready.micro_batches],
         "patches": sum(len(p) for p in patches),
         "updates": num_updates,
@@ -139,7 +139,7 @@ def main() -> None:
     (out / f"rank{rank}.json").write_text(json.dumps(note_rank))
     if ranks.is_lead:
         save_file(
-            {k: v.contiguous() for k, v in (found | after).items()}, out / "found.safetensors"
+            {k: v.contiguous() for k, v in (tensors | after).items()}, out / "found.safetensors"
         )
         figures = {k: v for k, v in stepped.metrics.items() if k != "compute_s"}
         figures["probe"] = None if stepped.probe is None else asdict(stepped.probe)
@@ -165,15 +165,17 @@ def watch_blocks(blocks: list[torch.nn.Module]) -> Counter[str]:
 def ways(counts: Counter[str]) -> list[str]:
     from torch._dynamo.utils import counters
 
-    found = ["compile"] if counters["stats"]["unique_graphs"] else []
-    return [*found, *(["recompute"] if counts["inner"] == 2 * counts["outer"] else [])]
+    modes = ["compile"] if counters["stats"]["unique_graphs"] else []
+    return [*modes, *(["recompute"] if counts["inner"] == 2 * counts["outer"] else [])]
 
 
 def units(learner) -> list[bool]:  # type: ignore[no-untyped-def]
     """Return for every block, and for the rest, whether it is gathered as a unit of its own."""
     if learner.sharded is None:
         return []
-    return [isinstance(one, FSDPModule) for one in (*learner.forward.blocks(), learner.sharded)]
+    return [
+        isinstance(module, FSDPModule) for module in (*learner.forward.blocks(), learner.sharded)
+    ]
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:
@@ -192,9 +194,7 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     if "with_text" in sys.argv:  # one sample with images, and one of text only
         seeing = next(sample for sample in batch.samples if sample.items)
         batch, limit = Batch(1, [seeing, batch.samples[-1]]), PackSize(1, 1)
-    preparer = BatchPreparer(
-        family, pixels.materializer, limit, BadMediaPolicy(max_bad_fraction=0.5), pixels=pixels
-    )
+    preparer = BatchPreparer(pixels, limit, BadMediaPolicy(max_bad_fraction=0.5))
     if "critic" in sys.argv:
         preparer.algorithm = learner.algorithm
         preparer.num_minibatches = learner.algorithm.settings.minibatches
@@ -211,25 +211,28 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     return [distribute(ready, lead, ParallelDims.of(ranks), price)]
 
 
-def with_loss(made, store):  # type: ignore[no-untyped-def]
-    """`lost`: an image of one sample goes; `kept`: that sample does, and the image stays."""
-    shown = Counter(item.ref.digest for sample in made for item in sample.items)
-    once = next(digest for digest, count in shown.items() if count == 1)
+def with_loss(all_samples, store):  # type: ignore[no-untyped-def]
+    """Lose an image of one sample (`lost`), or drop that sample and keep the image (`kept`)."""
+    num_uses = Counter(item.ref.digest for sample in all_samples for item in sample.items)
+    once = next(digest for digest, count in num_uses.items() if count == 1)
     if "lost" in sys.argv:
         store.path(once).unlink()
     if "kept" in sys.argv:
-        made = [s for s in made if all(item.ref.digest != once for item in s.items)]
-    return made
+        all_samples = [s for s in all_samples if all(item.ref.digest != once for item in s.items)]
+    return all_samples
 
 
 def samples(model: Path, store: MediaStore):  # type: ignore[no-untyped-def]
-    """Some with images, some of text alone, so that there are ranks without an image."""
+    """Return samples with images and text-only samples, so that some ranks have no image."""
     from sightline.families import load_renderer
 
     renderer = load_renderer(model, store)
-    shown = making.samples(model, store, 5)
+    all_samples = making.samples(model, store, 5)
     talks = [[user(f"say {word} again"), assistant(word * 9)] for word in ("yes", "no", "maybe")]
-    return [*shown, *(build_sample(talk, renderer, f"text.{i}") for i, talk in enumerate(talks))]
+    return [
+        *all_samples,
+        *(build_sample(talk, renderer, f"text.{i}") for i, talk in enumerate(talks)),
+    ]
 
 
 if __name__ == "__main__":

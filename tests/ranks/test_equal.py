@@ -1,4 +1,4 @@
-"""One rank = two ranks = four ranks: real processes, gloo, FSDP2, shares over ZMQ."""
+"""One, two and four ranks give the same results, in real processes with gloo, FSDP2 and ZMQ."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Found:
 
     @property
     def ways(self) -> set[str]:
-        """How blocks computed, other than plainly."""
+        """Modes in which blocks computed."""
         return {way for rank in self.ranks for way in rank["ways"]}
 
     @property
@@ -59,7 +59,7 @@ class Found:
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
     """Return a function that runs one step on `size` ranks, once for each set of arguments."""
-    made: dict[Any, Found] = {}
+    results: dict[Any, Found] = {}
     models: dict[Any, Path] = {}
 
     def run(family: str, options: dict[str, str], size: int, *words: str) -> Found:
@@ -67,9 +67,9 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
         if kind not in models:
             models[kind] = tmp_path_factory.mktemp("models") / "tiny"
             write_tiny(family, models[kind], seed=0, **options)
-        if (key := (kind, size, words)) not in made:
-            made[key] = take_step(models[kind], size, tmp_path_factory.mktemp("step"), *words)
-        return made[key]
+        if (key := (kind, size, words)) not in results:
+            results[key] = take_step(models[kind], size, tmp_path_factory.mktemp("step"), *words)
+        return results[key]
 
     return run
 
@@ -88,11 +88,11 @@ def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
         for rank in range(size)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=600)[0] for process in started]
+        outputs = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * size, "\n".join(said)
+    assert [process.returncode for process in started] == [0] * size, "\n".join(outputs)
     ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(size)]
     return Found(
         load_file(out / "found.safetensors"),
@@ -118,7 +118,7 @@ def test_loss_and_gradients_match_one_rank(
     for name, gradient in alone.gradients.items():
         off = float((together.gradients[name] - gradient).norm())
         assert off <= 1e-5 * float(gradient.norm()) + 1e-9, (name, off, float(gradient.norm()))
-    # A rank that computed nothing, or a tower without gradient, would pass all of that.
+    # A rank that computes nothing, or a tower without gradient, would pass the checks above.
     assert sum(float(g.norm()) > 0 for g in alone.gradients.values()) > len(alone.gradients) / 2
     for name, value in alone.metrics.items():
         if name in ("micro_batches", "tokens", "probe"):
@@ -154,7 +154,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(
     for mixed in (alone, together):
         assert sum(mixed.nbytes) == whole, "the shards are those of float32"
         assert all(t.dtype == torch.float32 for t in mixed.tensors.values())
-        # bfloat16 has eight bits; a gradient that was taken in float32 would agree to the last.
+        # bfloat16 has eight bits. A gradient computed in float32 would be equal in all of them.
         off = _relative(mixed.gradients, plain.gradients)
         assert 1e-4 < off < 0.1, off
     assert _relative(together.gradients, alone.gradients) < 0.05
@@ -181,9 +181,9 @@ def test_lead_rank_gathers_the_scores_of_all_ranks(step: Callable[..., Found]) -
 def test_rank_holds_only_its_parameter_shard(step: Callable[..., Found]) -> None:
     [whole] = step("qwen_vl", {}, 1).nbytes
     for size in (2, 4):
-        held = step("qwen_vl", {}, size).nbytes
-        assert sum(held) == whole
-        assert max(held) < 1.1 * whole / size
+        nbytes = step("qwen_vl", {}, size).nbytes
+        assert sum(nbytes) == whole
+        assert max(nbytes) < 1.1 * whole / size
         for rank in step("qwen_vl", {}, size).ranks:
             # Two decoder layers, two vision blocks, and the rest.
             assert rank["units"] == [True] * 5
@@ -203,7 +203,7 @@ def test_each_image_is_processed_once_per_machine(step: Callable[..., Found], si
 def test_text_only_rank_is_unaffected_by_its_blank_image(
     step: Callable[..., Found],
 ) -> None:
-    """It takes part in the vision tower with a blank image, of which nothing is left."""
+    """A rank without images computes a blank image, which does not affect the result."""
     alone, together = step("qwen_vl", {}, 1, "with_text"), step("qwen_vl", {}, 2, "with_text")
     assert [rank["shows"] for rank in together.ranks] == [[True], [False]]
     assert together.gradients.keys() == alone.gradients.keys()
@@ -223,14 +223,14 @@ def test_frozen_tower_is_unchanged_on_all_ranks(step: Callable[..., Found]) -> N
         off = float((together.gradients[name] - gradient).norm())
         assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
     assert {rank["passes"][0] for rank in together.ranks} == {together.ranks[0]["passes"][0]}
-    for found in (alone, together):
-        assert sum(rank["kept"] for rank in found.ranks) >= alone.ranks[0]["images"] > 0
-        # The images of the second step are all at hand, and no rank goes through the tower.
-        assert all(second < first for first, second in (rank["passes"] for rank in found.ranks))
+    for result in (alone, together):
+        assert sum(rank["kept"] for rank in result.ranks) >= alone.ranks[0]["images"] > 0
+        # All images of the second step are cached, so no rank runs the tower.
+        assert all(second < first for first, second in (rank["passes"] for rank in result.ranks))
 
 
 def test_bad_image_drops_its_sample_on_all_ranks(step: Callable[..., Found]) -> None:
-    """Loss, gradients and scores are those of the batch without the sample."""
+    """Loss, gradients and scores equal those of the batch without the sample."""
     without, lost = step("qwen_vl", {}, 1, "kept"), step("qwen_vl", {}, 2, "lost")
     assert [(t, n) for t, n, _ in lost.scores] == [(t, n) for t, n, _ in without.scores]
     assert len(without.scores) < len(step("qwen_vl", {}, 1).scores)
@@ -241,7 +241,7 @@ def test_bad_image_drops_its_sample_on_all_ranks(step: Callable[..., Found]) -> 
 
 
 def test_adapters_on_several_ranks_match_one_rank(step: Callable[..., Found]) -> None:
-    """`one`: a single micro-batch, so that one rank shows images and the other has nothing."""
+    """With a single micro-batch (`one`), one rank has images and the other has nothing."""
     alone, together = step("qwen_vl", {}, 1, "lora"), step("qwen_vl", {}, 2, "lora", "one")
     assert together.gradients.keys() == alone.gradients.keys()
     assert all(".lora_" in name for name in alone.gradients)
@@ -269,7 +269,7 @@ def test_critic_and_several_updates_match_one_rank(step: Callable[..., Found]) -
 
 
 def check_probes(alone: Found, together: Found) -> None:
-    """The same tokens were asked, and said the same."""
+    """One rank and two ranks probe the same tokens with the same result."""
     probed, ours = alone.metrics["probe"], together.metrics["probe"]
     assert probed["tokens"] == ours["tokens"] > 0
     assert probed["change"] > 0 and probed["exchanged_kl"] > 0
@@ -314,5 +314,5 @@ def test_probe_does_not_change_the_step_on_any_rank(step: Callable[..., Found]) 
 @pytest.mark.thorough
 def test_blind_training_is_reported_on_ranks(step: Callable[..., Found]) -> None:
     for size in (1, 2):
-        found = ImageSwapProbe(**step("qwen_vl", {}, size, "probe", "blind").metrics["probe"])
-        assert found.is_blind and found.words.startswith("Blind: swapping the images")
+        swap_probe = ImageSwapProbe(**step("qwen_vl", {}, size, "probe", "blind").metrics["probe"])
+        assert swap_probe.is_blind and swap_probe.words.startswith("Blind: swapping the images")

@@ -1,4 +1,4 @@
-"""A fault on any rank ends all of them within seconds, with one cause; the run goes on later."""
+"""A fault on any rank ends all ranks within seconds, with one cause. The run resumes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAID = {
 LEAD_ALONE = ("packing", "publish", "feed")
 """Faults in the work that only rank 0 does."""
 FOLLOWERS_ALONE = ("transport",)
-"""Faults in the work that only the other ranks do: they read their share."""
+"""Faults in the work that only the other ranks do: reading their share."""
 
 
 IN_CI = [("error", "trainer-1"), ("stuck", "trainer"), ("publish", "trainer")]
@@ -58,9 +58,9 @@ def test_rank_failure_ends_all_ranks_with_one_cause(
     while live_processes(job.run_dir):
         time.sleep(0.05)
     gone = time.time()
-    said = job.output(timeout_s=600)
+    output = job.output(timeout_s=600)
     assert job.process.returncode == 2
-    assert f"{victim} ended with" in said and SAID[fault] in said
+    assert f"{victim} ended with" in output and SAID[fault] in output
     assert not live_processes(job.run_dir)
     log = (job.run_dir.logs / f"{victim}.log").read_text()
     assert "Traceback" in log or "most recent call first" in log
@@ -81,8 +81,8 @@ def test_killed_rank_ends_all_ranks_and_the_run_resumes(quick_home: Path, victim
     job = Job(quick_home, *RUN)
     job.wait_for_step(3)
     job.kill(victim)
-    said = job.output(timeout_s=60)
-    assert f"{victim} was killed by SIGKILL" in said
+    output = job.output(timeout_s=60)
+    assert f"{victim} was killed by SIGKILL" in output
     assert not live_processes(job.run_dir)
     before = ledger(job.run_dir)
     sightline("rl", "--plain", "--resume", job.run_dir.path, cwd=quick_home)

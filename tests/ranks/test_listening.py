@@ -1,4 +1,4 @@
-"""Ranks on one machine can be reached from it alone."""
+"""Ranks on one machine listen only on loopback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ sys.stdin.read()
 def list_listening(pid: int) -> set[str]:
     """The addresses at which a process listens, as /proc writes them."""
     opened = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
-    inodes = {found[1] for name in opened if (found := re.fullmatch(r"socket:\[(\d+)\]", name))}
+    inodes = {match[1] for name in opened if (match := re.fullmatch(r"socket:\[(\d+)\]", name))}
     rows = [
         line.split()
         for kind in ("tcp", "tcp6")
@@ -54,8 +54,8 @@ def test_ranks_on_one_machine_listen_only_on_loopback() -> None:
     try:
         for process in ranks:
             assert process.stdout is not None and process.stdout.readline() == "met\n"
-        found = set[str]().union(*(list_listening(process.pid) for process in ranks))
+        addresses = set[str]().union(*(list_listening(process.pid) for process in ranks))
     finally:
         for process in ranks:
             process.communicate("")
-    assert found and all(address.startswith("0100007F:") for address in found), found
+    assert addresses and all(address.startswith("0100007F:") for address in addresses), addresses

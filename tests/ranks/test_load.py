@@ -1,4 +1,4 @@
-"""A rank reads its rows of a checkpoint, to the bit those of the whole, and holds no more."""
+"""A rank reads only its rows of a checkpoint, bit-identical to those of the whole."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def run_ranks(size: int, *arguments: str) -> list[str]:
         for rank in range(size)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=500)[0] for process in started]
+        outputs = [process.communicate(timeout=500)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * size, "\n".join(said)
-    return said
+    assert [process.returncode for process in started] == [0] * size, "\n".join(outputs)
+    return outputs
 
 
 def add_meeting(case: str) -> str:
@@ -43,7 +43,7 @@ def add_meeting(case: str) -> str:
 
 
 def test_shards_are_bit_identical_to_the_whole_model(tmp_path: Path) -> None:
-    made = {
+    checkpoints = {
         "tied": ("qwen_vl", {"tied": True, "dtype": "bfloat16"}),
         "qwen2_5": ("qwen_vl", {"type": "qwen2_5_vl"}),
         "qwen3_5": ("qwen_vl", {"type": "qwen3_5"}),
@@ -52,27 +52,29 @@ def test_shards_are_bit_identical_to_the_whole_model(tmp_path: Path) -> None:
         "kimi": ("kimi_k25", {}),
         "glm": ("glm_v", {"type": "glm4v_moe"}),
     }
-    for name, (family, options) in made.items():
+    for name, (family, options) in checkpoints.items():
         write_tiny(family, tmp_path / name, seed=0, **options)
     store_as_published(tmp_path / "kimi", tmp_path / "published")
     cases = (
         "tied", "tied:bfloat16:lora", "qwen2_5:frozen", "qwen3_5", "text", "experts:bfloat16",
         "kimi:bfloat16", "glm", "published:bfloat16", "published:lora",
     )  # fmt: skip
-    said = run_ranks(2, *(add_meeting(str(tmp_path / case)) for case in cases))
-    assert [text.count("same") for text in said] == [len(cases)] * 2, said
+    outputs = run_ranks(2, *(add_meeting(str(tmp_path / case)) for case in cases))
+    assert [text.count("same") for text in outputs] == [len(cases)] * 2, outputs
 
 
 def store_as_published(source: Path, target: Path) -> None:
-    """Kimi's own names and parts: an expert's matrices each, queries, keys and values as one."""
+    """Kimi's own parameter names and parts: a matrix per expert, and one for queries, keys and
+    values.
+    """
     shutil.copytree(source, target)
     stored: dict[str, torch.Tensor] = {}
     vision: dict[str, list[torch.Tensor]] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         place, _, part = name.rpartition(".experts.")
         if part == "gate_up_proj":
-            for i, one in enumerate(tensor):
-                for half, matrix in zip(("gate", "up"), one.chunk(2), strict=True):
+            for i, expert in enumerate(tensor):
+                for half, matrix in zip(("gate", "up"), expert.chunk(2), strict=True):
                     stored[f"{place}.experts.{i}.{half}_proj.weight"] = matrix
         elif part == "down_proj":
             stored |= {f"{place}.experts.{i}.{part}.weight": m for i, m in enumerate(tensor)}
@@ -97,7 +99,10 @@ def test_a_rank_never_holds_more_than_its_share(tmp_path: Path) -> None:
     write_tiny("qwen_vl", tmp_path / "large", seed=0, **size)
     nbytes = 2 * (tmp_path / "large" / "model.safetensors").stat().st_size
     assert nbytes > 180 << 20
-    said = run_ranks(2, add_meeting(f"{tmp_path / 'large'}:measured"))
-    held = [int(text.rpartition("held ")[2]) for text in said]
-    # Half of it; the rest is Python, FSDP and the rows of one tensor.
-    assert all(0.45 * nbytes < one < 0.75 * nbytes for one in held), (held, nbytes)
+    outputs = run_ranks(2, add_meeting(f"{tmp_path / 'large'}:measured"))
+    num_held = [int(text.rpartition("held ")[2]) for text in outputs]
+    # Half of it: the rest is Python, FSDP and the rows of one tensor.
+    assert all(0.45 * nbytes < held_bytes < 0.75 * nbytes for held_bytes in num_held), (
+        num_held,
+        nbytes,
+    )

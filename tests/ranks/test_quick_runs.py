@@ -21,19 +21,19 @@ def test_suspended_rank_is_detected_and_the_run_ends(quick_home: Path, victim: s
     job = Job(quick_home, "run.toml", "trainer.stall_timeout_s=10", "run.steps=1000")
     job.wait_for_step(2)
     os.kill(job.pid_of(victim), signal.SIGSTOP)
-    said = job.output(timeout_s=240)
+    output = job.output(timeout_s=240)
     assert job.process.returncode == 2
     # The launcher finds it by its heartbeat, unless a rank that waits for it is first.
-    found = f"{victim} gave no heartbeat" in said or "for another rank in" in said
-    assert found, said[-2000:]
+    is_named = f"{victim} gave no heartbeat" in output or "for another rank in" in output
+    assert is_named, output[-2000:]
     assert not live_processes(job.run_dir)
 
 
 @pytest.mark.parametrize("way", ["broadcast", pytest.param("ipc", marks=pytest.mark.thorough)])
 def test_weights_shared_without_files_are_used_for_sampling(quick_home: Path, way: str) -> None:
     job = Job(quick_home, "run.toml", f"trainer.publish={way}", "orchestrator.diagnostics_every=1")
-    said = job.output(timeout_s=600)
-    assert job.process.returncode == 0, said[-3000:]
+    output = job.output(timeout_s=600)
+    assert job.process.returncode == 0, output[-3000:]
     assert not list(job.run_dir.weights.rglob("*.safetensors")), "no file between them"
     check_mismatch(job)
 
@@ -44,8 +44,8 @@ def test_unmerged_adapters_are_used_for_sampling(quick_home: Path, way: str) -> 
     words = ("lora.rank=2", "lora.publish=adapter", "lora.vision_targets=['*']", "trainer.lr=0.02")
     lag = "orchestrator.max_lag=0"
     job = Job(quick_home, "run.toml", f"trainer.publish={way}", lag, *words)
-    said = job.output(timeout_s=600)
-    assert job.process.returncode == 0, said[-3000:]
+    output = job.output(timeout_s=600)
+    assert job.process.returncode == 0, output[-3000:]
     names = {path.name for path in job.run_dir.weights.rglob("*.safetensors")}
     assert names == ({"adapter.safetensors"} if way == "files" else set())
     check_mismatch(job)
@@ -55,5 +55,5 @@ def check_mismatch(job: Job) -> None:
     """Check that sampler and trainer logprobs agree to the last bits of a float."""
     trained = by_step(read_events(job.run_dir.metrics), "train")
     measured = [event.values["mismatch_kl"] for event in trained.values()]
-    found = [kl for kl in measured if kl is not None]
-    assert len(found) > 1 and max(found) < 1e-5, measured
+    kls = [kl for kl in measured if kl is not None]
+    assert len(kls) > 1 and max(kls) < 1e-5, measured

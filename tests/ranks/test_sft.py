@@ -1,4 +1,4 @@
-"""`sightline sft` on two ranks: the weights of one, and after a kill those of a run without."""
+"""`sightline sft` on two ranks: the weights equal those of one rank, also after a kill."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ micro_batch_tokens = 60
 
 
 def trained(home: Path, *words: str) -> tuple[RunDir, dict[str, torch.Tensor]]:
-    said = sightline("sft", "run.toml", *words, cwd=home).stdout
-    run_dir = RunDir(home / said.rpartition("run: ")[2].split()[0])
+    output = sightline("sft", "run.toml", *words, cwd=home).stdout
+    run_dir = RunDir(home / output.rpartition("run: ")[2].split()[0])
     return run_dir, load_file(
-        home / said.rpartition("checkpoint: ")[2].strip() / "model.safetensors"
+        home / output.rpartition("checkpoint: ")[2].strip() / "model.safetensors"
     )
 
 
@@ -87,7 +87,7 @@ def test_two_ranks_match_one_rank(
         for step, event in ours.items():
             assert event.values["loss"] == pytest.approx(theirs[step].values["loss"], rel=1e-4)
     for name, one in alone[1].items():
-        # AdamW divides by the gradient's size: where that is noise, so is the direction.
+        # AdamW divides by the gradient's size. If a gradient is noise, so is its direction.
         assert float((together[1][name] - one).norm()) <= 1e-2 * float(one.norm()) + 1e-4, name
 
 
@@ -104,16 +104,19 @@ def test_killed_rank_ends_all_ranks_and_resume_is_bit_identical(
     deadline = time.monotonic() + 300
     while True:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        found = set((sft_home / "runs").iterdir()) - before
-        if found and max(by_step(read_events(RunDir([*found][0]).metrics), "sft"), default=0) >= 3:
+        new_runs = set((sft_home / "runs").iterdir()) - before
+        if (
+            new_runs
+            and max(by_step(read_events(RunDir([*new_runs][0]).metrics), "sft"), default=0) >= 3
+        ):
             break
         time.sleep(0.05)
-    [path] = found
+    [path] = new_runs
     run_dir = RunDir(path)
     os.kill(pid_of(victim, process.pid), signal.SIGKILL)
-    said, _ = process.communicate(timeout=60)
-    assert f"{victim} was killed by SIGKILL" in said
-    assert f"sightline sft --resume runs/{path.name}" in said
+    output, _ = process.communicate(timeout=60)
+    assert f"{victim} was killed by SIGKILL" in output
+    assert f"sightline sft --resume runs/{path.name}" in output
     assert not live_processes(run_dir)
     sightline("sft", "--resume", run_dir.path, cwd=sft_home)
     after = load_file(sft_home / f"{victim}.out" / "model.safetensors")

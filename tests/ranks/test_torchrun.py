@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts by hand: the same run, and the same end when one fails."""
+"""Ranks that torchrun starts: the same run, and the same end if one fails."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class TorchrunJob(Job):
 
 def test_two_torchrun_ranks_train_a_run(quick_home: Path) -> None:
     job = TorchrunJob(quick_home, "run.toml", "trainer.ranks=1")
-    said = job.output(timeout_s=600)
-    assert job.process.returncode == 0, said[-3000:]
+    output = job.output(timeout_s=600)
+    assert job.process.returncode == 0, output[-3000:]
     assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
     assert summary(job.run_dir)["steps"] == STEPS
     newest = sorted(job.run_dir.checkpoints.glob("step_*"))[-1]
@@ -48,8 +48,8 @@ def test_two_torchrun_ranks_train_on_conversations(quick_home: Path) -> None:
         '[sft]\noutput_dir = "out"\nbatch_size = 4\n'
     )
     job = TorchrunJob(quick_home, "sft.toml", command=("sft",))
-    said = job.output(timeout_s=600)
-    assert job.process.returncode == 0, said[-3000:]
+    output = job.output(timeout_s=600)
+    assert job.process.returncode == 0, output[-3000:]
     assert [path.name for path in (quick_home / "runs").iterdir()] == ["job-001"], (
         "one run, not two"
     )
@@ -69,9 +69,9 @@ def test_dead_torchrun_rank_ends_all_ranks(quick_home: Path) -> None:
         if folder.name.isdigit() and _is_rank_1(folder, quick_home)
     ]
     os.kill(pid, signal.SIGKILL)
-    said = job.output(timeout_s=120)
+    output = job.output(timeout_s=120)
     assert job.process.returncode != 0
-    assert "trainer-1 was killed by SIGKILL" in said
+    assert "trainer-1 was killed by SIGKILL" in output
     assert not live_processes(job.run_dir)
 
 

@@ -1,4 +1,4 @@
-"""The run file: what is refused, in which words, and what survives a round trip."""
+"""The run file: refusals with their messages, and round trips."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def values(**sections: dict[str, Any]) -> dict[str, Any]:
 
 def test_override_takes_precedence_over_the_file(run_file: Path) -> None:
     overrides = ["run.seed=3", "trainer.lr=2e-3", "model.path=models/other", "env.args.turns=2"]
-    found = load_config(RunFile, run_file, overrides)
-    assert (found.run.seed, found.trainer.lr) == (3, 2e-3)
-    assert found.model.path == "models/other"
-    assert found.env.args == {"turns": 2}
+    config = load_config(RunFile, run_file, overrides)
+    assert (config.run.seed, config.trainer.lr) == (3, 2e-3)
+    assert config.model.path == "models/other"
+    assert config.env.args == {"turns": 2}
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_bad_override_is_refused_by_name(
 )
 def test_a_run_name_that_is_no_file_name_is_refused(name: str) -> None:
     base = {"model": {"path": "m"}, "env": {"name": "e"}}
-    for kept in ("run", "lr-1e-5+b_2.0", "7"):
-        RunFile.model_validate({**base, "run": {"name": kept}})
+    for valid_name in ("run", "lr-1e-5+b_2.0", "7"):
+        RunFile.model_validate({**base, "run": {"name": valid_name}})
     with pytest.raises(ValueError, match="is not a name for a run directory"):
         RunFile.model_validate({**base, "run": {"name": name}})
     with pytest.raises(ValueError, match="cannot be printed"):
@@ -98,18 +98,18 @@ def test_setting_name_of_another_framework_is_refused_with_ours(name: str, here:
         with pytest.raises(ConfigError, match=rf"unknown key \[{section}\] {name}") as refused:
             validate_config(RunFile, values(**{section: {name: 1}}), "run.toml")
         assert refused.value.fix == f"use [{'.'.join(sections)}] {key}"
-    found: Any = RunFile.model_validate(values())
+    settings: Any = RunFile.model_validate(values())
     for section in sections:
-        found = getattr(found, section)
-    assert isinstance(found, dict) or hasattr(found, key)
+        settings = getattr(settings, section)
+    assert isinstance(settings, dict) or hasattr(settings, key)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no run file at .*nothing\.toml"):
         load_config(RunFile, tmp_path / "nothing.toml")
-    with pytest.raises(ConfigError, match="is a folder, not a run file") as found:
+    with pytest.raises(ConfigError, match="is a folder, not a run file") as raised:
         load_config(RunFile, tmp_path)
-    assert f"model.path={tmp_path}" in found.value.fix
+    assert f"model.path={tmp_path}" in raised.value.fix
 
 
 def test_a_warm_up_file_needs_its_own_section(run_file: Path) -> None:
@@ -150,8 +150,8 @@ def test_servers_and_trainer_share_one_gpus_memory(
 ) -> None:
     file = validate_config(RunFile, values(**{"trainer": {"ranks": 2}, **given}), "shares")
     assert file.server_memory_share == pytest.approx(server)
-    found = [file.get_trainer_memory_share(rank) for rank in range(2)]
-    assert found == pytest.approx(trainer)
+    trainer_memory_shares = [file.get_trainer_memory_share(rank) for rank in range(2)]
+    assert trainer_memory_shares == pytest.approx(trainer)
 
 
 def test_a_mutable_setting_may_change_when_a_run_is_resumed() -> None:
@@ -184,8 +184,8 @@ def test_unknown_key_in_a_mix_is_refused_with_the_closest_known_one() -> None:
 
 
 def test_comma_separated_values_are_separate_runs() -> None:
-    found = expand_overrides(["run.seed=0,1", "run.steps=3", "trainer.lr=1e-3,2e-3"])
-    assert found == [
+    overrides = expand_overrides(["run.seed=0,1", "run.steps=3", "trainer.lr=1e-3,2e-3"])
+    assert overrides == [
         ["run.seed=0", "run.steps=3", "trainer.lr=1e-3"],
         ["run.seed=0", "run.steps=3", "trainer.lr=2e-3"],
         ["run.seed=1", "run.steps=3", "trainer.lr=1e-3"],

@@ -64,8 +64,8 @@ def test_links_resolve(page: Path) -> None:
         if target.startswith(("http://", "https://")):
             continue
         path, _, anchor = target.partition("#")
-        found = (page.parent / path).resolve() if path else page
-        if not found.exists() or (anchor and anchor not in anchors_of(found)):
+        target_page = (page.parent / path).resolve() if path else page
+        if not target_page.exists() or (anchor and anchor not in anchors_of(target_page)):
             broken.append(target)
     assert broken == []
 
@@ -91,9 +91,9 @@ def test_settings_named_in_docs_exist(page: Path) -> None:
 
 
 def blocks(page: Path, *kinds: str) -> list[str]:
-    """The code blocks of a page; a kind of "" has no name behind its fence."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
-    return [text for kind, text in found if kind in kinds]
+    """The code blocks of a page. A kind of "" has no language after its fence."""
+    matches = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    return [text for kind, text in matches if kind in kinds]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -120,6 +120,9 @@ def read_commands(page: Path) -> Iterator[tuple[Path, list[str]]]:
                 folder = folder / words[1]
             else:
                 yield folder, words
+    in_tables = r"^\|.*`((?:sightline bench|python -m benchmarks) [^`|]*--[^`|]*)`"
+    for command in re.findall(in_tables, page.read_text(), re.M):
+        yield ROOT, shlex.split(command)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -147,14 +150,16 @@ def test_documented_commands_parse_and_their_run_files_load(page: Path) -> None:
 
 def complete(values: dict[str, Any]) -> dict[str, Any]:
     """The settings of a block, with those that a run file must have."""
-    given = {"model": {"path": "models/tiny"}}
+    settings = {"model": {"path": "models/tiny"}}
     if "sft" in values or "data" in values:
-        given["sft"] = {"output_dir": "models/out"}
+        settings["sft"] = {"output_dir": "models/out"}
         values = {name: keys for name, keys in values.items() if name != "env"}
-        given.update({} if "data" in values else {"data": {"path": "talks.jsonl"}})
+        settings.update({} if "data" in values else {"data": {"path": "talks.jsonl"}})
     elif "env" not in values:
-        given["env"] = {"name": "color_codeword"}
-    return {name: {**given.get(name, {}), **values.get(name, {})} for name in {**given, **values}}
+        settings["env"] = {"name": "color_codeword"}
+    return {
+        name: {**settings.get(name, {}), **values.get(name, {})} for name in {**settings, **values}
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -229,21 +234,21 @@ def test_every_benchmark_has_a_smallest_size() -> None:
 
 def read_messages() -> set[str]:
     """The texts of src, with `…` in place of each value."""
-    found = set()
+    messages = set()
     for path in SRC.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [p.value if isinstance(p, ast.Constant) else "…" for p in node.values]
-                found.add("".join(map(str, parts)))
+                messages.add("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value)
-    return found
+                messages.add(node.value)
+    return messages
 
 
 def test_troubleshooting_messages_match_the_actual_errors() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    told = [row.partition(" | ")[0] for row in re.findall(r"^\| (`.*)$", page, re.M)]
-    messages = [text for row in told for text in re.findall(r"`([^`]+)`", row)]
+    rows = [row.partition(" | ")[0] for row in re.findall(r"^\| (`.*)$", page, re.M)]
+    messages = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
     assert len(messages) > 40
     known = "\0".join(read_messages())
     patterns = {

@@ -1,4 +1,4 @@
-"""The fence that every test stands behind: nothing leaves this machine, and what tried is known."""
+"""The network fence of the tests: no connection leaves this machine, and attempts are recorded."""
 
 from __future__ import annotations
 

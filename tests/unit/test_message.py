@@ -1,5 +1,7 @@
-"""Parts of messages: three spellings of an image become one form, the type decides, and what we
-do not know is refused by its path: by the server, in chat.send and in training data."""
+"""Parts of messages: three forms of an image become one, and the type decides.
+
+The server, chat.send and training data refuse unknown parts by their path.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def spellings(url: str, ref: MediaRef) -> list[Any]:
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
         {"type": "image", "source": {"type": "url", "url": url}},
         {"type": "image", "data": data, "mimeType": "image/png"},
-        # Programs that write every key of every kind of part.
+        # Some programs write every key of every kind of part.
         {"type": "image_url", "image_url": {"url": url}, "text": None},
         {"type": "image", "image_url": None, "image": url, "text": "not this"},
         ref,

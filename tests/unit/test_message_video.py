@@ -1,4 +1,4 @@
-"""Videos in messages: what environments and agents write, and what is read of it."""
+"""Videos in messages of environments and agents."""
 
 from __future__ import annotations
 

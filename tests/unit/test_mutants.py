@@ -1,4 +1,4 @@
-"""The list of mutants does not rot: each still changes its file, and names tests that are there."""
+"""Every mutant still changes its file, and names existing tests."""
 
 from __future__ import annotations
 

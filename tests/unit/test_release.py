@@ -49,14 +49,14 @@ def test_release_problems_are_named(checkout: Path) -> None:
     (checkout / "CHANGELOG.md").write_text("## Unreleased\n\n- Not sorted yet.\n")
     subprocess.run(["git", "tag", "v1.2.3"], cwd=checkout, check=True)
     build(checkout, "sightline/__init__.py")
-    told = "\n".join(release.find_problems(checkout))
-    assert "not clean" in told and "new.py" in told
-    assert "v1.2.3 is tagged already" in told
-    assert "no entry 1.2.3" in told and "changes under Unreleased" in told
-    assert told.count("has no dashboard") == 2
+    problems = "\n".join(release.find_problems(checkout))
+    assert "not clean" in problems and "new.py" in problems
+    assert "v1.2.3 is tagged already" in problems
+    assert "no entry 1.2.3" in problems and "changes under Unreleased" in problems
+    assert problems.count("has no dashboard") == 2
 
 
 def test_archives_of_another_version_are_refused(checkout: Path) -> None:
     (checkout / "src" / "sightline" / "__init__.py").write_text('__version__ = "1.3.0"\n')
-    told = "\n".join(release.find_problems(checkout))
-    assert "dist/ lacks sightline_rl-1.3.0-py3-none-any.whl, sightline_rl-1.3.0.tar.gz" in told
+    problems = "\n".join(release.find_problems(checkout))
+    assert "dist/ lacks sightline_rl-1.3.0-py3-none-any.whl, sightline_rl-1.3.0.tar.gz" in problems

@@ -1,4 +1,4 @@
-"""Secrets have references in their places: nothing that is written, shown or listed holds one."""
+"""Secrets are references: no file, output or list contains one."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def values(**args: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_a_secret_in_a_run_file_is_refused_and_not_repeated(args: dict[str, Any]) -> None:
     mixed = {"model": {"path": "m"}, "env": {"mix": [{"name": JUDGED, "args": args}]}}
-    for given in (values(**args), mixed):
+    for settings in (values(**args), mixed):
         with pytest.raises(ConfigError, match="this is a secret") as refused:
-            validate_config(RunFile, given, "run.toml")
+            validate_config(RunFile, settings, "run.toml")
         assert "env:NAME" in str(refused.value) and KEY not in str(refused.value)
 
 
@@ -105,10 +105,10 @@ def test_secret_reference_is_resolved_when_the_environment_is_built(
 def test_invalid_secret_reference_is_refused_with_the_expected_form(
     value: str, section: Any
 ) -> None:
-    given = values(api_key=value) if "args" in section else values()
-    given |= {} if "args" in section else {"inference": {"token": value}}
+    settings = values(api_key=value) if "args" in section else values()
+    settings |= {} if "args" in section else {"inference": {"token": value}}
     with pytest.raises(ConfigError) as refused:
-        validate_config(RunFile, given, "run.toml")
+        validate_config(RunFile, settings, "run.toml")
     assert refused.value.fix.startswith("write env:NAME") and value not in refused.value.problem
 
 
@@ -129,10 +129,10 @@ def test_conflicting_settings_have_their_own_fix(section: Any, fix: str) -> None
 
 @pytest.mark.parametrize("kind", [RunFile, SftFile])
 def test_unknown_secret_setting_is_refused_without_its_value(kind: Any) -> None:
-    given = {**values(), "trainer": {"secret": KEY}}
-    given |= {"sft": {"output_dir": "o"}} if kind is SftFile else {}
+    settings = {**values(), "trainer": {"secret": KEY}}
+    settings |= {"sft": {"output_dir": "o"}} if kind is SftFile else {}
     with pytest.raises(ConfigError, match=r"unknown key \[trainer\] secret") as refused:
-        validate_config(kind, given, "run.toml")
+        validate_config(kind, settings, "run.toml")
     assert KEY not in str(refused.value)
 
 
@@ -168,7 +168,7 @@ def test_address_containing_a_secret_is_refused_and_not_repeated(url: str) -> No
     assert hide_secrets(old) == old.replace(url, "env:HIDDEN")
 
 
-# --- what was read is masked
+# --- secrets that were read are masked
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_tool_error_shown_to_the_model_masks_secrets() -> None:
 
 
 def test_a_process_that_fails_prints_no_secret(tmp_path: Path) -> None:
-    """In a thread and in the end; `[rollout] python` builds an environment the same way."""
+    """Errors in a thread and at the end. `[rollout] python` builds an environment the same way."""
     (tmp_path / "raising.py").write_text(
         "import threading\n"
         "class Raising:\n"
@@ -207,8 +207,8 @@ def test_a_process_that_fails_prints_no_secret(tmp_path: Path) -> None:
         input=env.model_dump_json(), cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "MY_KEY": KEY},
     )  # fmt: skip
-    said = done.stdout + done.stderr
-    assert KEY not in said and said.count("***") == 3, said
+    output = done.stdout + done.stderr
+    assert KEY not in output and output.count("***") == 3, output
 
 
 # --- the secret of a run
@@ -224,13 +224,13 @@ def test_run_secret_is_private_and_persistent(
         read_secret(run_dir)
     before = os.umask(0)
     try:
-        made = make_secret(run_dir)
+        secret = make_secret(run_dir)
     finally:
         os.umask(before)
     assert stat.S_IMODE(run_dir.secret.stat().st_mode) == 0o600
-    assert len(made) == 64 and make_secret(run_dir) == read_secret(run_dir) == made
+    assert len(secret) == 64 and make_secret(run_dir) == read_secret(run_dir) == secret
     other = claim_run_dir(str(tmp_path / "runs"), "r")
-    assert make_secret(other) != made
+    assert make_secret(other) != secret
     monkeypatch.setenv(SECRET_VARIABLE, "short")
     with pytest.raises(ConfigError, match="only .* characters"):
         make_secret(run_dir)
@@ -269,7 +269,7 @@ def test_remote_process_gets_only_its_own_credentials(tmp_path: Path) -> None:
     run_dir.make()
     secret, processes = make_secret(run_dir), Processes(run_dir)
     keeper = "import sys; open(sys.argv[-1], 'w').write(sys.stdin.readline())"
-    given = {}
+    rights = {}
     for name in ("worker-0", "worker-1", "trainer", "server"):
         file = tmp_path / name
         host = [sys.executable, "-c", keeper, "--"]
@@ -280,10 +280,10 @@ def test_remote_process_gets_only_its_own_credentials(tmp_path: Path) -> None:
         processes._running[name].stdin.close()  # type: ignore[union-attr]
         text = file.read_text().strip()
         assert secret not in text
-        given[name] = derive_rights(text, name)
-        assert given[name] == derive_rights(secret, name)
-    worker, other, trainer, server = given.values()
-    assert len({one.channel for one in given.values()}) == 4, "each speaks under its own name"
+        rights[name] = derive_rights(text, name)
+        assert rights[name] == derive_rights(secret, name)
+    worker, other, trainer, server = rights.values()
+    assert len({right.channel for right in rights.values()}) == 4, "each speaks under its own name"
     assert worker.token == other.token == server.token
     assert not (worker.control_token or worker.ranks or trainer.control_token or server.ranks)
     assert len({secret, server.token, server.control_token, trainer.ranks}) == 4
@@ -296,12 +296,12 @@ def test_files_and_output_of_a_run_hold_no_secret(
     run_dir = write_synthetic_run(
         tmp_path / "run-001", SyntheticSize(steps=1, rollouts_per_step=4, images=2, conversations=2)
     )
-    given = values(api_key="env:MY_KEY")
-    given["model"]["path"] = str(tiny_model)
-    given["inference"] = {"servers": ["http://127.0.0.1:1"], "token": "env:MY_KEY"}
-    run_dir.config.write_text(dump_toml(validate_config(RunFile, given, "run.toml")))
-    shown = check_shows_nothing(run_dir, (make_secret(run_dir), KEY))
-    assert "env:MY_KEY" in shown
+    settings = values(api_key="env:MY_KEY")
+    settings["model"]["path"] = str(tiny_model)
+    settings["inference"] = {"servers": ["http://127.0.0.1:1"], "token": "env:MY_KEY"}
+    run_dir.config.write_text(dump_toml(validate_config(RunFile, settings, "run.toml")))
+    pages = check_shows_nothing(run_dir, (make_secret(run_dir), KEY))
+    assert "env:MY_KEY" in pages
 
 
 def check_shows_nothing(run_dir: RunDir, hidden: tuple[str, ...]) -> str:
@@ -314,14 +314,14 @@ def check_shows_nothing(run_dir: RunDir, hidden: tuple[str, ...]) -> str:
     with TestClient(build_app(runs), base_url="http://127.0.0.1") as web:
         key = web.get("/api/runs").json()[0]["key"]
         pages = ["/api/runs", "/metrics", f"/api/settings?run={key}", f"/api/processes?run={key}"]
-        shown = "".join(web.get(page).text for page in pages)
+        page_text = "".join(web.get(page).text for page in pages)
         assert web.get(f"/api/log?run={key}&name=../secret").status_code == 404
     for text in hidden:
-        assert text not in shown
+        assert text not in page_text
         for file in run_dir.path.rglob("*"):
             if file.is_file() and file != run_dir.secret:
                 assert text.encode() not in file.read_bytes(), file
-    return shown
+    return page_text
 
 
 def test_secrets_written_by_an_earlier_version_are_not_shown(
@@ -329,13 +329,13 @@ def test_secrets_written_by_an_earlier_version_are_not_shown(
 ) -> None:
     size = SyntheticSize(steps=1, rollouts_per_step=4, images=2, conversations=2)
     run_dir = write_synthetic_run(tmp_path / "run-001", size)
-    given = {**values(), "model": {"path": str(tiny_model)}}
-    text = dump_toml(validate_config(RunFile, given, "run.toml"))
+    settings = {**values(), "model": {"path": str(tiny_model)}}
+    text = dump_toml(validate_config(RunFile, settings, "run.toml"))
     text += f'\n[env.args]\napi_key = \'{KEY}\'\njudges = [{{"x-token" = "{KEY}"}}]\n'
     old = text.replace("[env.args]\n\n", "")
     run_dir.config.write_text(f"# sha256 {hashlib.sha256(old.encode()).hexdigest()}\n{old}")
-    found = load_config(RunFile, run_dir.config)
-    assert found.env.args == {"api_key": "env:HIDDEN", "judges": [{"x-token": "env:HIDDEN"}]}
+    config = load_config(RunFile, run_dir.config)
+    assert config.env.args == {"api_key": "env:HIDDEN", "judges": [{"x-token": "env:HIDDEN"}]}
     assert KEY not in hide_secrets(old)
     report = write_report(run_dir).read_text()
     assert KEY not in report and "env:HIDDEN" in report
@@ -356,8 +356,8 @@ def test_no_command_accepts_a_secret_as_an_argument(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    said = capsys.readouterr().err
-    assert "env:NAME" in said and "file:PATH" in said and KEY not in said
+    errors = capsys.readouterr().err
+    assert "env:NAME" in errors and "file:PATH" in errors and KEY not in errors
 
 
 @pytest.mark.parametrize("command", [["view", "."], ["serve", "."]])

@@ -1,4 +1,4 @@
-"""Shapes in annotations are checked where the tests run: a wrong one raises, by name."""
+"""Annotated shapes are checked while tests run. A wrong shape raises with its name."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ZEROS = torch.zeros(3)
 @pytest.fixture(scope="module")
 def losses() -> Any:
     """A second copy of a module, as `make test` imports the first."""
-    found = re.search(r"^SHAPED := (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    assert found, "the Makefile says which modules are checked"
-    modules = found[1].split(",")
+    match = re.search(r"^SHAPED := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert match, "the Makefile says which modules are checked"
+    modules = match[1].split(",")
     assert [module for module in modules if find_spec(module) is None] == []
     name = "sightline.algo.losses"
     path = list(import_module("sightline.algo").__path__)

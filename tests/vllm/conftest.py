@@ -1,4 +1,4 @@
-"""Tests of what only the vLLM server has. They run with `--vllm PATH`, by `make test-vllm`."""
+"""Tests of features that only the vLLM server has: `--vllm PATH`, or `make test-vllm`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def python() -> str:
 
 @pytest.fixture
 def client(settings: ServerSpec) -> Iterator[Client]:
-    with live(settings) as made:
-        yield made
+    with live(settings) as live_client:
+        yield live_client
 
 
 @pytest.fixture(scope="session")

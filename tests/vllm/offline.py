@@ -34,12 +34,12 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         "multi_modal_data": {"image": Image.open(question["image"])},
     }
     [output] = engine.generate([prompt], params)  # type: ignore[list-item]
-    said = output.outputs[0]
-    assert said.logprobs is not None
-    found = zip(said.token_ids, said.logprobs, strict=True)
-    logprobs = [entry[token].logprob for token, entry in found]
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    token_ids = zip(completion.token_ids, completion.logprobs, strict=True)
+    logprobs = [entry[token].logprob for token, entry in token_ids]
     del engine
-    return {"token_ids": list(said.token_ids), "logprobs": logprobs}
+    return {"token_ids": list(completion.token_ids), "logprobs": logprobs}
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ GIBIBYTE = 2**30
 
 
 class Gated(MediaStore):
-    """Holds back every image until the gate opens."""
+    """Holds back every image until the gate is open."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -96,12 +96,15 @@ class Bench:
         return VllmRequest(prompt, list(rendered.slots), keys, SamplingParams(**params), None)
 
     async def send(self, slots: list[Slot]) -> list[bool]:
-        """Hands the slots over, to the receiver too; whether each was sent, or is held there."""
+        """Send the slots, also to the receiver.
+
+        Return whether each was sent or was already held there.
+        """
         keys = [engine_key(item_key(slot.item), "0.0") for slot in slots]
         handed, makes_all = None, False
         while handed is None:
-            made, _ = await self.items.prepare(slots, keys, makes_all)
-            handed = self.items.hand_over(keys, made, bypass_cache=False)
+            items, _ = await self.items.prepare(slots, keys, makes_all)
+            handed = self.items.hand_over(keys, items, bypass_cache=False)
             makes_all = True
         for key in keys:
             self.receiver.touch_receiver_cache_item(key)
@@ -111,7 +114,7 @@ class Bench:
 
 
 class Updating:
-    """In place of vLLM's EngineClient: takes every update."""
+    """A stand-in for vLLM's EngineClient that accepts every update."""
 
     def __getattr__(self, name: str) -> Any:
         async def done(*args: Any, **kwargs: Any) -> None:
@@ -132,7 +135,7 @@ def updates_of(bench: Bench) -> WeightUpdater:
 
 
 class Answering:
-    """In place of vLLM's EngineClient: gives one output, and writes down what it was asked."""
+    """A stand-in for vLLM's EngineClient that returns one output and records its inputs."""
 
     def __init__(self, output: Callable[[], Any]) -> None:
         self._output = output
@@ -147,13 +150,13 @@ class Answering:
 
 
 def output() -> Any:
-    said = SimpleNamespace(
+    completion = SimpleNamespace(
         token_ids=[7],
         logprobs=[{7: SimpleNamespace(logprob=-1.0)}],
         weight_versions=[],
         finish_reason="length",
     )
-    return SimpleNamespace(outputs=[said], num_cached_tokens=0)
+    return SimpleNamespace(outputs=[completion], num_cached_tokens=0)
 
 
 def engine_of(
@@ -163,7 +166,7 @@ def engine_of(
     sampled: Callable[[], float] = lambda: 0.0,
     **settings: Any,
 ) -> tuple[VllmEngine, list[VllmRequest]]:
-    """An engine that has started, and what it has delivered."""
+    """A started engine, and the answers that it delivered."""
     updates: Any = SimpleNamespace(vision_label="0.0", salt="0", manifest=None)
     wanted = ServerSpec.of(path=bench.model, media_roots=(bench.store.root,), **settings)
     engine = VllmEngine(client, bench.items, updates, wanted, max_image_tokens, sampled)
@@ -208,7 +211,7 @@ def check_a_client_that_leaves_takes_no_queued_image_from_another(folder: Path) 
 
 
 class Stuck(Answering):
-    """Answers when it may."""
+    """Answers when it is released."""
 
     def __init__(self) -> None:
         super().__init__(output)
@@ -267,8 +270,8 @@ def check_an_image_that_makes_room_for_another_of_its_request_is_sent(folder: Pa
     bench = Bench(folder, cache_bytes=60_000)
 
     async def main() -> list[list[bool]]:
-        shown = ((0,), (0, 1), (2,), (0, 1), (3, 0, 1), (1, 4, 3), (4, 0, 1, 2), (2,))
-        return [await bench.send(bench.slots(*shades)) for shades in shown]
+        prompts = ((0,), (0, 1), (2,), (0, 1), (3, 0, 1), (1, 4, 3), (4, 0, 1, 2), (2,))
+        return [await bench.send(bench.slots(*shades)) for shades in prompts]
 
     sent = asyncio.run(main())
     assert sent[:2] == [[True], [False, True]], sent
@@ -360,15 +363,15 @@ def check_weights_that_are_sent_are_refused(folder: Path) -> None:
 
 
 def main() -> None:
-    folder, found = Path(sys.argv[1]), {}
+    folder, failures = Path(sys.argv[1]), {}
     for name, check in list(globals().items()):
         if name.startswith("check_"):
             try:
                 check(folder)
-                found[name] = ""
+                failures[name] = ""
             except BaseException:
-                found[name] = traceback.format_exc()
-    print(json.dumps(found))
+                failures[name] = traceback.format_exc()
+    print(json.dumps(failures))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The pixels are ours, and every engine computes the trainer's logprobs from them."""
+"""vLLM receives the family's pixels, and every engine computes the trainer's logprobs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from sightline.message import user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.generate import GenerateResponse, SamplingParams
@@ -43,17 +44,19 @@ def test_vision_tower_receives_the_familys_patches(
     finally:
         (folder / "wanted").unlink()
     family = reference.family
-    seen = read_seen(folder, family)
+    tower_input = read_seen(folder, family)
     for file in folder.glob("seen-*.npy"):
         file.unlink()
     patches = [family.patches(media.image(s.item.ref), s.item) for s in rendered.slots]
     ours = np.concatenate(patches)
     if family.name == "anyvlm":  # the bytes of the processor's own floats
-        seen = seen.reshape(len(seen), -1).view(np.uint8)
-    assert seen.dtype == np.uint8 and len(seen) == len(ours)
+        tower_input = tower_input.reshape(len(tower_input), -1).view(np.uint8)
+    assert tower_input.dtype == np.uint8 and len(tower_input) == len(ours)
     frames = getattr(family, "temporal", 1)
     for frame in range(frames):
-        rows = seen.reshape(len(seen), 3, frames, -1)[:, :, frame].reshape(len(seen), -1)
+        rows = tower_input.reshape(len(tower_input), 3, frames, -1)[:, :, frame].reshape(
+            len(tower_input), -1
+        )
         np.testing.assert_array_equal(rows, ours)
     digests = Materializer(family, media, 0)
     assert answer.sightline is not None
@@ -61,7 +64,7 @@ def test_vision_tower_receives_the_familys_patches(
 
 
 class Talk:
-    """A prompt, and what a server said to it."""
+    """A prompt, and a server's answer to it."""
 
     def __init__(self, tokens: list[int], slots: list[Slot], answer: GenerateResponse) -> None:
         self.tokens, self.slots = tokens, slots
@@ -93,25 +96,25 @@ class Talk:
 def talks(client: Client, reference: Reference, media: MediaStore) -> list[Talk]:
     """Two turns each, with images of several sizes."""
     together = Together(client)
-    asked = []
+    prompts = []
     for i in range(4):
         refs = [media.put(noise(10 * i + j, 32 * (1 + j), 64)) for j in range(1 + i % 2)]
         rendered = reference.renderer.render([user("What is it?", *refs)])
         stops = reference.renderer.stop_token_ids
         params = SamplingParams(max_tokens=16, seed=i, stop_token_ids=stops)
         first = client.generate(rendered.token_ids, rendered.slots, params)
-        said = first.choices[0].token_ids
-        shown = user(media.put(noise(500 + i, 96, 32)), "And this?")
+        token_ids = first.choices[0].token_ids
+        messages = user(media.put(noise(500 + i, 96, 32)), "And this?")
         tokens, slots = next_turn(
-            reference.renderer, rendered.token_ids, rendered.slots, said, shown
+            reference.renderer, rendered.token_ids, rendered.slots, token_ids, messages
         )
-        asked.append((tokens, slots, together.generate(tokens, slots, params)))
-    return [Talk(tokens, slots, answer.result()) for tokens, slots, answer in asked]
+        prompts.append((tokens, slots, together.generate(tokens, slots, params)))
+    return [Talk(tokens, slots, answer.result()) for tokens, slots, answer in prompts]
 
 
 def preparer(learner: Any, media: MediaStore) -> BatchPreparer:
     materializer = Materializer(learner.family, media, max_bytes=1 << 24)
-    return BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
+    return BatchPreparer(MicroBatchPixels(materializer), PackSize(1 << 20, 1 << 20))
 
 
 def trained_logprobs(
@@ -138,11 +141,11 @@ def test_vllm_the_embedded_engine_and_the_trainer_agree_on_every_token(
     media: MediaStore,
     tiny_model: Path,
 ) -> None:
-    said = talks(client, reference, media)
-    samples = [talk.sample(f"t{i}") for i, talk in enumerate(said)]
+    answers = talks(client, reference, media)
+    samples = [talk.sample(f"t{i}") for i, talk in enumerate(answers)]
     trainer = trained_logprobs(tiny_model, media, samples)
     with embedded(settings) as torch_engine:
-        for i, talk in enumerate(said):
+        for i, talk in enumerate(answers):
             tokens = [*talk.tokens, *talk.said]
             params = SamplingParams(max_tokens=1, prompt_logprobs=0)
             answer = torch_engine.generate(tokens, talk.slots, params)
@@ -167,8 +170,8 @@ def test_swapped_image_exceeds_the_mismatch_bound(
     sample = msgspec.structs.replace(
         talk.sample("t"), items=swapped.sample("t").items, slots=swapped.sample("t").slots
     )
-    found = trained_logprobs(tiny_model, media, [sample])["t"]
-    assert np.abs(found - talk.logprobs).max() > 10 * BOUND
+    logprobs = trained_logprobs(tiny_model, media, [sample])["t"]
+    assert np.abs(logprobs - talk.logprobs).max() > 10 * BOUND
 
 
 def _size(slot: Slot) -> tuple[int, int]:
@@ -181,15 +184,22 @@ def test_alternating_and_uncached_servers_match_one_server(
     reference: Reference,
     media: MediaStore,
 ) -> None:
-    """vLLM with its caches, vLLM with none, and the embedded engine; no turn knows the last."""
-    with live(settings) as one, live(odd_settings) as bare, embedded(settings) as other:
-        ways = {"one": [one], "in turn": [one, other], "three": [bare, other, one]}
-        said = {
+    """Compare vLLM with its caches, vLLM without caches, and the embedded engine.
+
+    No turn relies on the previous one.
+    """
+    with live(settings) as live_client, live(odd_settings) as bare, embedded(settings) as other:
+        ways = {
+            "one": [live_client],
+            "in turn": [live_client, other],
+            "three": [bare, other, live_client],
+        }
+        rollouts = {
             name: [greedy_rollout(servers, reference, media, i) for i in range(3)]
             for name, servers in ways.items()
         }
-        failed = [server.totals()["failed"] for server in (one, bare, other)]
-    assert said["in turn"] == said["one"] and said["three"] == said["one"]
+        failed = [server.totals()["failed"] for server in (live_client, bare, other)]
+    assert rollouts["in turn"] == rollouts["one"] and rollouts["three"] == rollouts["one"]
     assert failed == [0, 0, 0]
 
 
@@ -198,10 +208,10 @@ def greedy_rollout(
 ) -> list[int]:
     refs = [media.put(noise(7000 + 10 * seed + i, 64, 32 * (1 + i))) for i in range(4)]
     rendered = reference.renderer.render([user("What is it?", refs[0])])
-    tokens, slots, said = rendered.token_ids, rendered.slots, []
+    tokens, slots, turns = rendered.token_ids, rendered.slots, []
     for turn, ref in enumerate([*refs[1:], None]):
         new = servers[turn % len(servers)].generate(tokens, slots).choices[0].token_ids
-        said += new
+        turns += new
         if ref is not None:
             tokens, slots = next_turn(reference.renderer, tokens, slots, new, user(ref, "Next?"))
-    return said
+    return turns

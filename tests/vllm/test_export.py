@@ -1,4 +1,4 @@
-"""Checkpoints of `sightline export`: vLLM loads them and answers as the trainer does."""
+"""vLLM loads checkpoints of `sightline export` and gives the trainer's answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import making
 import numpy as np
+import vllm_servers
 from serving import live
-from vllm_servers import START_S
 
 from sightline.cli.main import main
 from sightline.compute.model import MODEL_DTYPES
@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def exported(model: Path, home: Path, lora: dict[str, Any]) -> tuple[Learner, Path]:
-    """A few steps of training, and the checkpoint that the command line makes of them."""
+    """Train a few steps, and export the checkpoint with the command line."""
     run_dir = RunDir(home / "run")
     run_dir.make()
     config = SftFile.model_validate(
@@ -68,8 +68,8 @@ def test_unmodified_vllm_matches_the_trainer(
     tiny_model: Path, media: MediaStore, tmp_path: Path, python: str
 ) -> None:
     rendered = prompt_of(tiny_model, media)
-    made = [exported(tiny_model, tmp_path / kind, lora) for kind, lora in KINDS.items()]
-    banned = list(made[0][0].pad_ids)
+    exported_models = [exported(tiny_model, tmp_path / kind, lora) for kind, lora in KINDS.items()]
+    banned = list(exported_models[0][0].pad_ids)
     [slot], ids = rendered.slots, rendered.token_ids
     short = [*ids[: slot.offset + 1], *ids[slot.end :]]  # vLLM repeats the pad
     questions = [
@@ -80,7 +80,7 @@ def test_unmodified_vllm_matches_the_trainer(
             "banned": banned,
             "max_tokens": COUNT,
         }
-        for _, folder in made
+        for _, folder in exported_models
     ]
     (tmp_path / "questions").write_text(json.dumps(questions))
     words = [python, str(OFFLINE), str(tmp_path / "questions"), str(tmp_path / "answers")]
@@ -90,12 +90,12 @@ def test_unmodified_vllm_matches_the_trainer(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     done = subprocess.run(
-        words, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=START_S,
-        check=False,
+        words, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False,
+        timeout=vllm_servers.start_s,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     answers = json.loads((tmp_path / "answers").read_text())
-    for (learner, _), answer in zip(made, answers, strict=True):
+    for (learner, _), answer in zip(exported_models, answers, strict=True):
         ours = making.trainer_logprobs(learner, media, rendered, answer["token_ids"])
         assert len(ours) == COUNT
         np.testing.assert_allclose(answer["logprobs"], ours, atol=1e-3)
@@ -105,7 +105,7 @@ def test_unmodified_vllm_matches_the_trainer(
 def test_experts_are_exported_and_published_in_vllms_layout(
     media: MediaStore, tmp_path: Path
 ) -> None:
-    """Files hold each expert transposed. Two servers would take a minute more: one takes both."""
+    """Files store each expert transposed. One server loads both checkpoints to save a minute."""
     write_tiny("qwen_vl", tmp_path / "tiny", seed=0, type="qwen3_vl_moe")
     learner, folder = exported(tmp_path / "tiny", tmp_path / "moe", {})
     rendered = prompt_of(folder, media)
@@ -132,6 +132,6 @@ def check_logprobs(
     client: Any, learner: Learner, media: MediaStore, rendered: Rendered, params: SamplingParams
 ) -> None:
     choice = client.generate(rendered.token_ids, rendered.slots, params).choices[0]
-    got = [entry.logprob for entry in choice.logprobs.content]
+    logprobs = [entry.logprob for entry in choice.logprobs.content]
     ours = making.trainer_logprobs(learner, media, rendered, choice.token_ids)
-    np.testing.assert_allclose(got, ours, atol=1e-4)
+    np.testing.assert_allclose(logprobs, ours, atol=1e-4)

@@ -1,5 +1,4 @@
-"""The plugin's parts by themselves; what is checked stands in `plugin_checks.py`, which one process
-of vLLM's interpreter runs."""
+"""The plugin's parts in isolation. One process of vLLM's interpreter runs `plugin_checks.py`."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ def test_demo_runs_five_steps_with_vllm(tmp_path: Path, python: str) -> None:
         "run.steps=5", "eval.tasks=16", cwd=tmp_path,
     )  # fmt: skip
     run_dir = RunDir(tmp_path / "runs" / "color_codeword_vllm-001")
-    found = summary(run_dir)
-    assert found["steps"] == 5
-    assert found["bad_media"] == 0
-    assert found["mismatch_kl"] < 1e-6
-    said = sightline("inspect", "--require-images", run_dir.path, cwd=tmp_path).stdout
-    assert said
+    run_summary = summary(run_dir)
+    assert run_summary["steps"] == 5
+    assert run_summary["bad_media"] == 0
+    assert run_summary["mismatch_kl"] < 1e-6
+    output = sightline("inspect", "--require-images", run_dir.path, cwd=tmp_path).stdout
+    assert output

@@ -39,9 +39,9 @@ def test_every_imported_vllm_name_exists(python: str) -> None:
 def test_no_request_reaches_vllms_own_application(
     client: Client, settings: ServerSpec, reference: Reference
 ) -> None:
-    """Inside our middleware stands one that writes down all that gets past it."""
-    asked = {"messages": [shown(3)], "max_tokens": 3}
-    for body in (asked, {**asked, "stream": True}, {**asked, "max_tokens": "many"}):
+    """A second middleware inside ours records all requests that pass it."""
+    request = {"messages": [shown(3)], "max_tokens": 3}
+    for body in (request, {**request, "stream": True}, {**request, "max_tokens": "many"}):
         status, _, _ = client.call("POST", "/v1/chat/completions", msgspec.json.encode(body))
         assert status == (400 if body["max_tokens"] == "many" else 200)
     client.generate(reference.renderer.render([user("Hello.")]).token_ids)
@@ -52,11 +52,12 @@ def test_no_request_reaches_vllms_own_application(
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/completions", "/v1/responses", "/tokenize", "/invocations", "/v1/chat/completions/render",
-     "/pause", "/update_weights", "/docs", "/v1/messages", "/inference/v1/abort_requests"],
+    ["/v1/completions", "/v1/responses/x", "/tokenize", "/invocations",
+     "/v1/chat/completions/render", "/pause", "/update_weights", "/docs", "/v1/messages",
+     "/inference/v1/abort_requests"],
 )  # fmt: skip
 def test_vllm_handlers_are_not_reachable(client: Client, path: str) -> None:
-    """They would render and process images their own way, or change weights behind our back."""
+    """These routes would process images in their own way, or change weights unnoticed."""
     for method in ("GET", "POST"):
         status, body, _ = client.call(method, path, b"{}" if method == "POST" else None)
         assert status == 404 and b'"unknown_url"' in body
@@ -95,7 +96,7 @@ def test_an_interpreter_without_sightline_is_refused(tmp_path: Path) -> None:
 def test_requests_in_flight_get_503_when_the_server_stops(
     odd_settings: ServerSpec, reference: Reference
 ) -> None:
-    found: list[Any] = []
+    refusals: list[Any] = []
     rendered = reference.renderer.render([user("Hello.")])
     request = GenerateRequest.of(rendered.token_ids, [], SamplingParams(max_tokens=4000))
     body = msgspec.json.encode(request)
@@ -103,20 +104,20 @@ def test_requests_in_flight_get_503_when_the_server_stops(
         server = vllm_servers.start(odd_settings)
         children = _children(server.process.pid)
         assert len(children) >= 2
-        thread = threading.Thread(target=lambda: found.append(ending.refused(body)))
+        thread = threading.Thread(target=lambda: refusals.append(ending.refused(body)))
         thread.start()
         ending.wait_for("now", "running", 1)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
         vllm_servers.forget(server)
     thread.join(20)
-    assert (found[0].code, found[0].type) == (503, "stopping")
+    assert (refusals[0].code, refusals[0].type) == (503, "stopping")
     _wait_gone(children)
 
 
 def _children(pid: int) -> list[int]:
     """Return the PIDs of a process's children and of their descendants."""
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
@@ -124,8 +125,8 @@ def _children(pid: int) -> list[int]:
             except (OSError, IndexError):
                 continue
             if parent == pid:
-                found += [int(folder.name), *_children(int(folder.name))]
-    return found
+                pids += [int(folder.name), *_children(int(folder.name))]
+    return pids
 
 
 def _wait_gone(pids: list[int], timeout_s: float = 60.0) -> None:

@@ -80,7 +80,7 @@ def _collect_rewards(rollouts: Sequence[Sequence[Sample]]) -> GroupRewards:
         if turns != list(range(num)):
             raise Misaligned(
                 f"rollout {first.trace_id} has {num} turns, and its samples train turns {turns}",
-                "every turn trains in exactly one sample; this is a bug of the orchestrator",
+                "every turn trains in exactly one sample. This is a bug of the orchestrator",
             )
         collected.append((first.reward, num, first.turn_rewards))
     return build_group_rewards(collected, rollouts[0][0].env)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sightline.algo.algorithm import Algorithm, AlgorithmLoss, RolloutBatch, compute_advantages
 from sightline.algo.credit import GroupRewards, by_rollout
 from sightline.algo.needs import Needs
-from sightline.algo.registry import load_advantage, load_credit, try_function
+from sightline.algo.registry import load_advantage, load_credit, load_named, try_function
 from sightline.config import AlgorithmConfig
-from sightline.config.load import load_object
 from sightline.config.secret_refs import resolve_references
 from sightline.errors import ConfigError, Misaligned
 from sightline.wire.array import Array
@@ -110,7 +109,12 @@ def load_algorithm(settings: AlgorithmConfig) -> Algorithm:
 
     An algorithm from outside the package is first tried on a small batch.
     """
-    algorithm_class = ALGORITHMS.get(settings.name) or _load_class(settings.name)
+    algorithm_class = load_named(SETTING, settings.name, ALGORITHMS, "Class")
+    if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, Algorithm)):
+        raise ConfigError(
+            f"{SETTING} = {settings.name!r} is not an Algorithm",
+            "derive the class from sightline.algo.algorithm.Algorithm",
+        )
     args = resolve_references(dict(settings.args), "[algorithm] args")
     try:
         algorithm = algorithm_class(settings, **args)
@@ -129,21 +133,6 @@ def load_algorithm(settings: AlgorithmConfig) -> Algorithm:
     if settings.name not in ALGORITHMS:
         _try_algorithm(settings.name, algorithm)
     return algorithm
-
-
-def _load_class(name: str) -> type[Algorithm]:
-    if ":" not in name:
-        raise ConfigError(
-            f"{SETTING} = {name!r} is not a built-in algorithm",
-            f"use one of {', '.join(map(repr, ALGORITHMS))}, or 'module:Class' of your own",
-        )
-    loaded: Any = load_object(name, SETTING)
-    if not (isinstance(loaded, type) and issubclass(loaded, Algorithm)):
-        raise ConfigError(
-            f"{SETTING} = {name!r} is not an Algorithm",
-            "derive the class from sightline.algo.algorithm.Algorithm",
-        )
-    return loaded
 
 
 def _try_algorithm(name: str, algorithm: Algorithm) -> None:

@@ -129,7 +129,7 @@ LOSSES: dict[str, LossFunction] = {"ppo": ppo, "cispo": cispo, "gspo": gspo, "ti
 
 
 def exact_kl(log_p: Logits, log_q: Logits, banned: BannedIds) -> PerToken:
-    """KL(p || q) over the whole vocabulary; banned ids have no mass in either."""
+    """KL(p || q) over the whole vocabulary. Banned ids have no mass in either."""
     difference = mask_banned(log_p - log_q, banned, 0.0)
     return (log_p.exp() * difference).sum(-1)
 
@@ -156,7 +156,7 @@ def load_loss(name: str, args: Mapping[str, Any] | None = None) -> LossFunction:
         if shapes != [(num,)] * 2:
             raise ConfigError(
                 f"{setting} = {name!r} returned {output!r} for {num} tokens",
-                f"return LossOutput(token_loss, clipped), two tensors of shape ({num},); a "
+                f"return LossOutput(token_loss, clipped), two tensors of shape ({num},). A "
                 "micro-batch may hold no trained token",
             )
         _check_token_loss(setting, name, inputs, output[0])

@@ -48,7 +48,7 @@ class WorstToken:
     sampler: float
     trainer: float
     digest: str
-    """Digest of the last image before the token; empty without one."""
+    """Digest of the last image before the token. Empty without one."""
     distance: int
 
 
@@ -138,7 +138,7 @@ def _join_origin(
         raise Misaligned(
             f"step {step} trained {origin.stop - origin.start} tokens of node {origin.node} of "
             f"{origin.trace_id}, which the traces of the step do not have",
-            "the run directory is incomplete, or holds files of two runs; copy it again",
+            "the run directory is incomplete, or holds files of two runs. Copy it again",
         )
     [node] = nodes
     path = trace.path(node.id)

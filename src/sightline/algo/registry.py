@@ -37,6 +37,18 @@ Filter = Callable[[Trace], str | None]
 """Takes a trace and returns a verdict, or None if the rollout may train."""
 
 
+def load_named(setting: str, name: str, built_in: Mapping[str, Any], kind: str) -> Any:
+    """Return the function or class that `setting` names, a built-in one or "module:name"."""
+    if name in built_in:
+        return built_in[name]
+    if ":" not in name:
+        raise ConfigError(
+            f"{setting} = {name!r} is not built in",
+            f"use one of {', '.join(map(repr, built_in))}, or 'module:{kind}' of your own",
+        )
+    return load_object(name, setting)
+
+
 def load_function(
     setting: str,
     name: str,
@@ -48,15 +60,7 @@ def load_function(
 
     `parameters` names its positional arguments.
     """
-    if name in built_in:
-        function = built_in[name]
-    elif ":" in name:
-        function = load_object(name, setting)
-    else:
-        raise ConfigError(
-            f"{setting} = {name!r} is not built in",
-            f"use one of {', '.join(map(repr, built_in))}, or 'module:function' of your own",
-        )
+    function = load_named(setting, name, built_in, "function")
     if not callable(function):
         raise ConfigError(f"{setting} = {name!r} is not a function", "name a function")
     signature = inspect.signature(function)
@@ -66,7 +70,7 @@ def load_function(
         raise ConfigError(
             f"{setting} = {name!r} cannot be called with ({', '.join(parameters)}"
             f"{''.join(f', {key}=...' for key in args)}): {error}",
-            f"its signature is {name.rpartition(':')[2]}{signature}; see docs/algorithms.md",
+            f"its signature is {name.rpartition(':')[2]}{signature}. See docs/algorithms.md",
         ) from error
     return (
         partial(function, **resolve_references(dict(args), f"{setting}_args")) if args else function

@@ -26,11 +26,11 @@ class GroupVerdict:
     verdicts: list[tuple[Trace, str]]
     """One verdict for every trace of the group."""
     samples: list[Sample]
-    """The trainable branches of the group; empty if nothing trains."""
+    """The trainable branches of the group. Empty if nothing trains."""
     lags: list[int]
     """The age of each trace in the batch, in versions."""
     fills_place: bool
-    """Whether the group counts towards the batch; a stale or broken one is played again."""
+    """Whether the group counts towards the batch. A stale or broken one is played again."""
     has_signal: bool
     """Whether the group trains on more than a KL term."""
 

@@ -24,15 +24,15 @@ import torch
 from sightline.bench.harness import speed
 from sightline.bench.harness.screenshots import Screenshots
 from sightline.bench.harness.speed import PlainStep, Timings, measure_time
-from sightline.bench.harness.workspace import add_options, print_table, work_folder
+from sightline.bench.harness.workspace import add_options, print_table, work_folder, write_tiny
 from sightline.compute import attention_cudnn
 from sightline.compute.model import pick_device
 from sightline.config import ModelConfig, TrainerConfig, validate_config
 from sightline.config.load import apply_overrides
 from sightline.config.section import ConfigSection
 from sightline.errors import ProcessFailed
-from sightline.families import load_family, load_renderer, registry
-from sightline.families.device_copy import allocate_pinned
+from sightline.families import load_family, load_renderer
+from sightline.families.device_copy import allocate_rows
 from sightline.families.protocol import Packing
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, user
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--type", help="model type of the random model; default: the family's first"
     )
     parser.add_argument(
-        "--parts", nargs="+", default=list(PARTS), choices=PARTS, help="default: both"
+        "--part", dest="parts", action="append", choices=PARTS, help="default: both"
     )
     parser.add_argument("--small", action="store_true", help="use small shapes, for a CPU")
     parser.add_argument("--no-cudnn", action="store_true", help="do not use cuDNN's attention")
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         attention_cudnn.MIN_SHAPE_REPEATS = sys.maxsize  # no shape repeats this often
     with work_folder(args, needs_model=False) as folder:
         bench = StepBench(args, folder)
-        for part in args.parts:
+        for part in args.parts or PARTS:
             getattr(bench, part)()
     return 0
 
@@ -118,9 +118,7 @@ class StepBench:
         self.model = args.model or folder / "model"
         self.tokens = self.build_settings().trainer.micro_batch_tokens
         if args.model is None:
-            name = registry.get_default_family()
-            options = {} if args.type is None else {"type": args.type}
-            registry.write_tiny(name, self.model, seed=0, size=args.size, **options)
+            write_tiny(self.model, args.size, **({} if args.type is None else {"type": args.type}))
         self.store = MediaStore(folder / "media")
         self.family = load_family(self.model)
         self.renderer = load_renderer(self.model, self.store)
@@ -138,25 +136,40 @@ class StepBench:
         flops = speed.step_flops(learner.forward, alone)
         del learner
         num_tokens = sum(len(sample.token_ids) for sample in samples)
-        rows: list[tuple[str, Timings | None]] = []
-
-        def add(label: str, measure: Callable[..., Timings], *given: Any, **options: Any) -> None:
-            timings = self._measure_or_none(partial(measure, *given, **options))
+        cases: list[tuple[str, Callable[[], Timings]]] = [
+            (f"plain transformers, {how}", partial(self._time_plain, alone, checkpointing))
+            for checkpointing, how in ACTIVATIONS
+        ]
+        cases.append(("sightline, one sequence per pass", partial(self._time_ours, alone, False)))
+        # Exact last, because exact kernels stay on for the whole process.
+        for name, part in (("sightline", "dense"), ("exact", "exact"))[: 1 + args.exact]:
+            for checkpointing, how in ACTIVATIONS:
+                trace = None if checkpointing else self._trace_path(part)
+                measure = partial(self._time_ours, flat, checkpointing, trace, part == "exact")
+                cases.append((f"{name}, {how}", measure))
+        cells = []
+        for label, work in cases:
+            timings = self._measure_or_none(work)
             result = "out of memory" if timings is None else f"{1e3 * timings.median_s:.0f} ms/step"
             print(f"{label}: {result}", file=sys.stderr, flush=True)
-            rows.append((label, timings))
-
-        for checkpointing, how in ACTIVATIONS:
-            add(f"plain transformers, {how}", self._time_plain, alone, checkpointing)
-        add("sightline, one sequence per pass", self._time_ours, alone, False)
-        for checkpointing, how in ACTIVATIONS:
-            trace = None if checkpointing else self._trace_path("dense")
-            add(f"sightline, {how}", self._time_ours, flat, checkpointing, trace)
-        if args.exact:  # last, because exact kernels stay on for the whole process
-            for checkpointing, how in ACTIVATIONS:
-                trace = None if checkpointing else self._trace_path("exact")
-                add(f"exact, {how}", self._time_ours, flat, checkpointing, trace, exact=True)
-        self._print_dense(rows, flops, peak, num_tokens, len(samples))
+            if timings is None:
+                cells.append([label, result])
+                continue
+            rate = flops / timings.median_s
+            cells.append(
+                [
+                    label, f"{1e3 * timings.median_s:.0f}", f"{num_tokens / timings.median_s:,.0f}",
+                    f"{rate / 1e12:.2f}", f"{rate / peak:.1%}", f"{timings.peak_bytes / GIB:.1f}",
+                ]
+            )  # fmt: skip
+        print_table(
+            f"{len(samples)} sequences of {num_tokens / len(samples):.0f} tokens with "
+            f"{shapes.images} images of {shapes.side}x{shapes.side}, {flops / 1e12:.1f} TFLOP per "
+            f"step, {args.dtype}; matrix peak {peak / 1e12:.1f} TFLOP/s",
+            ("", "ms/step", "tokens/s", "TFLOP/s", "of the peak", "peak GiB"),
+            cells,
+            width=120,
+        )
 
     def group(self) -> None:
         """Time flat packs with a copy of each image per rollout, without copies, and trees."""
@@ -170,7 +183,8 @@ class StepBench:
         num = shapes.rollouts
         shared = [self._build_sample(talk(i, lambda ref, i: ref), "group", i) for i in range(num)]
         copied = [self._build_sample(talk(i, self._copy), "group", i) for i in range(num)]
-        rows = []
+        cells: list[list[str]] = []
+        flat_s = 0.0
         for label, samples, kind in (
             ("flat, each rollout with its own images", copied, "flat"),
             ("flat, each image once", shared, "flat"),
@@ -181,8 +195,17 @@ class StepBench:
             timings = self._time_ours(ready, True, trace)
             tokens = sum(len(m.batch.token_ids) for m in ready.micro_batches)
             images = sum(len(m.batch.items) for m in ready.micro_batches)
-            rows.append((label, tokens, images, timings))
-        self._print_group(num, rows)
+            flat_s = flat_s or timings.median_s
+            cells.append(
+                [
+                    label, f"{tokens:,}", str(images), f"{1e3 * timings.median_s:.0f}",
+                    f"{num / timings.median_s:.1f}", f"{flat_s / timings.median_s:.2f}",
+                    f"{timings.peak_bytes / GIB:.1f}",
+                ]
+            )  # fmt: skip
+        columns = ("", "tokens", "images", "ms/step", "samples/s", "speedup", "peak GiB")
+        title = f"{num} answers to one prompt, {self.args.dtype}"
+        print_table(title, columns, cells, width=120)
 
     # --- model and data
 
@@ -205,15 +228,13 @@ class StepBench:
         return build_learner(settings.model, settings.trainer, self.store, steps=1 << 30)
 
     def prepare(self, samples: Sequence[Sample], tokens: int, kind: Any) -> Any:
-        materializer = Materializer(self.family, self.store, max_bytes=GIB)
         device = torch.device(pick_device(self.args.device))
         family = copy.copy(self.family)
         family.packing = Packing(kind, "chosen by the benchmark")
-        preparer = BatchPreparer(
-            family, materializer, PackSize(tokens, 1 << 30),
-            BadMediaPolicy(allows_unverified_pixels=True),
-            pixels=MicroBatchPixels(materializer, allocate=partial(allocate_pinned, device=device)),
-        )  # fmt: skip
+        materializer = Materializer(family, self.store, max_bytes=GIB)
+        pixels = MicroBatchPixels(materializer, allocate=partial(allocate_rows, device=device))
+        unverified = BadMediaPolicy(allows_unverified_pixels=True)
+        preparer = BatchPreparer(pixels, PackSize(tokens, 1 << 30), unverified)
         ready = preparer.prepare(Batch(1, list(samples)), digest="").with_pixels()
         materializer.close()
         return ready
@@ -290,46 +311,3 @@ class StepBench:
 
     def _time(self, work: Callable[[], Any]) -> Timings:
         return measure_time(work, self.args.device, self.args.repeats, self.args.warm_up)
-
-    def _print_dense(
-        self,
-        rows: list[tuple[str, Timings | None]],
-        flops: float,
-        peak: float,
-        tokens: int,
-        num: int,
-    ) -> None:
-        shapes = self.shapes
-        cells = []
-        for label, timings in rows:
-            if timings is None:
-                cells.append([label, "out of memory"])
-                continue
-            rate = flops / timings.median_s
-            cells.append(
-                [
-                    label, f"{1e3 * timings.median_s:.0f}", f"{tokens / timings.median_s:,.0f}",
-                    f"{rate / 1e12:.2f}", f"{rate / peak:.1%}", f"{timings.peak_bytes / GIB:.1f}",
-                ]
-            )  # fmt: skip
-        print_table(
-            f"{num} sequences of {tokens / num:.0f} tokens with {shapes.images} images of "
-            f"{shapes.side}x{shapes.side}, {flops / 1e12:.1f} TFLOP per step, {self.args.dtype}; "
-            f"matrix peak {peak / 1e12:.1f} TFLOP/s",
-            ("", "ms/step", "tokens/s", "TFLOP/s", "of the peak", "peak GiB"),
-            cells,
-            width=120,
-        )
-
-    def _print_group(self, num: int, rows: list[tuple[str, int, int, Timings]]) -> None:
-        flat_s = rows[0][3].median_s
-        cells = [
-            [
-                label, f"{tokens:,}", str(images), f"{1e3 * timings.median_s:.0f}",
-                f"{num / timings.median_s:.1f}", f"{flat_s / timings.median_s:.2f}",
-                f"{timings.peak_bytes / GIB:.1f}",
-            ]
-            for label, tokens, images, timings in rows
-        ]  # fmt: skip
-        columns = ("", "tokens", "images", "ms/step", "samples/s", "speedup", "peak GiB")
-        print_table(f"{num} answers to one prompt, {self.args.dtype}", columns, cells, width=120)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sightline.config import AnyRun
     from sightline.launch.checks import Finding
     from sightline.launch.training_run import TrainingJob
 
@@ -23,27 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sightline.cli.config import detect_file_kind
     from sightline.cli.training import check_packages
-    from sightline.config import RunFile
-    from sightline.launch.jobs import RlJob, SftJob
 
     check_packages()
-    if detect_file_kind(args.file) is RunFile:
-        _check(RlJob(), args)
-    else:
-        _check(SftJob(), args)
-    print("this run can start")
-    return 0
-
-
-def _check(job: TrainingJob[AnyRun], args: argparse.Namespace) -> None:
-    from sightline.config import load_config
+    from sightline.cli.config import detect_file_kind
+    from sightline.config import RunFile, load_config
     from sightline.launch.checks.model import resolve_model
     from sightline.launch.checks.table import REHEARSAL, SETTINGS, STORE, Facts, run_checks
     from sightline.launch.claim import check_run_folder
+    from sightline.launch.jobs import RlJob, SftJob
     from sightline.run import RunDir
 
+    job: TrainingJob[Any] = RlJob() if detect_file_kind(args.file) is RunFile else SftJob()
     file = load_config(job.file_kind, args.file, args.overrides)
     run_dir = RunDir(Path(file.run.dir).absolute())
     run_checks(Facts(run_dir, file), SETTINGS)
@@ -53,6 +43,8 @@ def _check(job: TrainingJob[AnyRun], args: argparse.Namespace) -> None:
     run_checks(Facts(run_dir, file), REHEARSAL, print_finding)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".check-") as folder:
         run_checks(Facts(RunDir(Path(folder)), file), STORE, print_finding)
+    print("this run can start")
+    return 0
 
 
 def print_finding(name: str, finding: Finding) -> None:

@@ -13,6 +13,8 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from sightline import config
+from sightline.config.section import ConfigSection
+from sightline.regular_file import read_text
 
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
@@ -59,7 +61,7 @@ def run_schema(args: argparse.Namespace) -> int:
 def detect_file_kind(path: Path) -> type[config.RunFile] | type[config.SftFile]:
     """Return the kind of a run file, by its [sft] section. `load_config` reports errors in it."""
     try:
-        sections = tomllib.loads(path.read_text())
+        sections = tomllib.loads(read_text(path))
     except (OSError, ValueError):
         return config.RunFile
     return config.SftFile if "sft" in sections else config.RunFile
@@ -103,7 +105,7 @@ def _format_annotation(kind: Any) -> str:
         )
     if origin is tuple:
         return f"list of {_format_annotation(inner[0])}"
-    if kind is dict or origin is dict:
+    if kind is dict or origin is dict or issubclass(kind, ConfigSection):
         return "table"
     return str(kind.__name__)
 

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sightline.cli.main import parse_env_args
+from sightline.cli.main import add_env_args
 from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,12 +31,6 @@ SETTINGS: dict[str, tuple[type, str]] = {
 """Type and help of options that override the setting of the same name."""
 
 
-def _read_reference(word: str) -> str:
-    from sightline.config.secret_refs import read_reference
-
-    return read_reference(word)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "env", metavar="ENV", nargs="?", help="a built-in environment, or 'module:Class'"
@@ -50,18 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run", type=Path, dest="run_dir", metavar="DIR",
         help="take environment, seed and limits from this run directory; options override them",
     )  # fmt: skip
-    parser.add_argument(
-        "--env-args",
-        type=parse_env_args,
-        default={},
-        metavar="JSON",
-        help="arguments of ENV as a JSON object",
-    )
+    add_env_args(parser)
     parser.add_argument(
         "--model", help="model name at the endpoint; default: the one that it lists"
     )
     parser.add_argument(
-        "--api-key", default="", metavar="REF", type=_read_reference,
+        "--api-key", default="", metavar="REF",
         help="reference to the endpoint's API key: env:NAME or file:PATH",
     )  # fmt: skip
     parser.add_argument(
@@ -86,10 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from sightline.config.secret_refs import read_reference
     from sightline.envs.protocol import build_environment
     from sightline.launch.evaluate import play_evaluation
     from sightline.view.eval_table import print_eval_table, to_line
 
+    read_reference(args.api_key)
     config = _read_settings(args)
     output = args.output and args.output.absolute()  # the environment may change the directory
     env = build_environment(config.env)

@@ -27,11 +27,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{name!r} is not a valid run name", "use letters, digits, _ and -")
     if folder.exists():
         raise ConfigError(f"{folder} already exists", "name a new folder")
+    # The suffix keeps the class apart from imported names and keywords.
+    words = (word[:1].upper() + word[1:] for word in re.split(r"[-_]+", name))
+    class_name = re.sub(r"^(?=\d)", "_", f"{''.join(words)}Env")
     folder.mkdir(parents=True)
     for template in files("sightline.cli").joinpath("project").iterdir():
         if template.name.endswith(SUFFIX):
-            text = template.read_text().replace("$name", name)
+            text = template.read_text().replace("$name", name).replace("$class", class_name)
             (folder / template.name.removesuffix(SUFFIX)).write_text(text)
     print(f"wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    print(f"next: cd {folder}, then see README.md; first `sightline try environment:Colors`")
+    print(f"next: cd {folder}, then see README.md; first `sightline try environment:{class_name}`")
     return 0

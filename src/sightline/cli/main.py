@@ -18,13 +18,18 @@ from typing import Any
 import sightline.cli
 import sightline.view.commands
 from sightline.errors import ConfigError, SightlineError, mask_output
+from sightline.regular_file import read_text
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 """Pattern for the start of an override: `section.key=`."""
+
+HINTS = dict.fromkeys(("--seed", "--seeds"), "; append run.seed=0,1,2 for one run per seed")
+"""Hints for options that users of other tools expect."""
 
 NOT_COMMANDS = ("main", "training")
 """Modules of this folder that are not commands."""
@@ -89,7 +94,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = build_parser(words)
     args, rest = parser.parse_known_args(words)
     if any(not OVERRIDE.match(word) for word in rest) or (rest and not hasattr(args, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = next((HINTS[word] for word in rest if word in HINTS), "")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         args.overrides = [*args.overrides, *rest]
     return args
@@ -116,7 +122,7 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
         return parser
     for name, module in names.items():
         spec = importlib.util.find_spec(module)
-        source = Path(spec.origin).read_text() if spec and spec.origin else ""
+        source = read_text(Path(spec.origin)) if spec and spec.origin else ""
         subparsers.add_parser(name, help=_find_summary(ast.get_docstring(ast.parse(source))))
     return parser
 
@@ -146,8 +152,18 @@ def _find_summary(docstring: str | None) -> str:
     return (docstring or "").partition("\n\n")[0].partition(": ")[2].rstrip(".")
 
 
-def parse_env_args(word: str) -> dict[str, Any]:
-    """Parse the value of `--env-args`."""
+def add_env_args(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--env-args`."""
+    parser.add_argument(
+        "--env-args",
+        type=_parse_env_args,
+        default={},
+        metavar="JSON",
+        help="arguments of ENV as a JSON object",
+    )
+
+
+def _parse_env_args(word: str) -> dict[str, Any]:
     values = json.loads(word)
     if not isinstance(values, dict):
         raise argparse.ArgumentTypeError(f'{word} is not a JSON object such as {{"key": 1}}')
@@ -170,5 +186,7 @@ def print_error(error: SightlineError) -> None:
     from rich.text import Text
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(Text(error.problem, style="bold red"))
-    console.print(Text(f"  fix: {error.fix}", style="red"))
+    # Quoted text, such as that of a template, must not control the terminal.
+    problem, fix = (_CONTROL.sub(lambda c: repr(c[0])[1:-1], t) for t in (error.problem, error.fix))
+    console.print(Text(problem, style="bold red"))
+    console.print(Text(f"  fix: {fix}", style="red"))

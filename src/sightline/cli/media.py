@@ -12,12 +12,13 @@ from rich.filesize import decimal
 from sightline.config import MediaConfig
 from sightline.config.load import validate_config
 from sightline.config.secret_refs import read_reference, resolve_secret
-from sightline.errors import ConfigError, MediaCorrupt, MediaError
+from sightline.errors import ConfigError, MediaCorrupt, MediaError, MediaMissing
 from sightline.media import MediaStore, open_store
 from sightline.media.files import BLOBS
 from sightline.media.remote import DEADLINE_S, START_DEADLINE_S, Unavailable
 from sightline.media.stored_file import open_blobs
 from sightline.run import RunDir
+from sightline.transport.listen import add_listen_options
 from sightline.view.images_in_use import collect_digests, is_run_dir
 from sightline.view.run_files import RunFiles
 
@@ -42,22 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "root", type=Path, metavar="DIR", help="folder of the store; created if missing"
     )
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to bind to (default: 127.0.0.1)"
-    )
-    serve.add_argument(
-        "--port", type=int, default=8100, help="port; 0 chooses a free one (default: 8100)"
-    )
+    add_listen_options(serve, 8100)
     serve.add_argument("--max-gb", type=float, default=None, metavar="GB",
                        help="size limit of the folder in GB; uploads beyond it, or that would "
                        "leave less than 1 GiB free on the disk, are answered with 507")  # fmt: skip
     serve.add_argument("--control-token", default="", metavar="REF",
                        help="reference to the token for storing weights and checkpoints and for "
                        "`media gc` (default: --token)")  # fmt: skip
-    serve.add_argument(
-        "--tls-cert", default="", metavar="FILE", help="PEM file of the TLS certificate"
-    )
-    serve.add_argument("--tls-key", default="", metavar="FILE", help="PEM file of its private key")
 
     for action in (put, ls, verify, gc):
         action.add_argument("--store", metavar="ROOT", help="the store, a folder or a URL "
@@ -77,14 +69,12 @@ def run(args: argparse.Namespace) -> int:
     """Run the action. Return 1 if an image was refused or is damaged."""
     token = resolve_secret(read_reference(args.token), "--token")
     if args.media_action == "serve":
-        from sightline.launch.media_service import is_control, serve_media
-        from sightline.transport.http_server import RequestGuard
+        from sightline.launch.media_service import serve_media
 
         max_bytes = None if args.max_gb is None else int(args.max_gb * 1e9)
         control = resolve_secret(read_reference(args.control_token), "--control-token")
-        guard = RequestGuard(args.host, token, control, is_control)
         store = MediaStore(args.root, max_bytes=max_bytes)
-        serve_media(store, guard, args.port, args.tls_cert, args.tls_key)
+        serve_media(store, args.host, args.port, token, control, args.tls_cert, args.tls_key)
         return 0
     root, token = _find_store(args, token)
     # Long operations wait for a store that is briefly unavailable. Short ones fail early.
@@ -135,6 +125,8 @@ def _ls(store: MediaStore, args: argparse.Namespace) -> int:
         num_images += 1
         try:
             ref = store.get_ref(digest)
+        except MediaMissing:  # removed since the list was made
+            num_images -= 1
         except MediaCorrupt:
             num_damaged += 1
             print(f"{digest}  damaged")

@@ -15,12 +15,12 @@ from pathlib import Path
 import uvloop
 
 from sightline import config
+from sightline.bounded_child import die_with_parent
 from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError, clean_text
 from sightline.launch.claim import read_rights, read_secret
 from sightline.run import RunDir
 from sightline.run.last_words import leave_last_words, reserve_last_words
-from sightline.run.parent_death import die_with_parent
 from sightline.wire.file import FULL_DISK_CODES, build_disk_full
 
 
@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
             os._exit(1)
         return 1
     finally:
-        reserved.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only disk
+            reserved.unlink(missing_ok=True)
     return 0
 
 
@@ -100,7 +101,15 @@ def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
     file = config.load_config(RunFile, run_dir.config)
     media_root = file.media.root or run_dir.media
     if args.name.startswith("worker"):
-        _run_worker(args, file, run_dir, media_root)
+        from sightline.rollout import worker
+        from sightline.run.mirror import is_copy
+
+        uvloop.run(
+            worker.main(
+                file, args.name, args.hub, args.server, media_root, run_dir.heartbeat(args.name),
+                args.replaces, read_rights(run_dir, args.name), is_copy(run_dir),
+            )
+        )  # fmt: skip
     elif args.name.startswith(("server", "evaluator")):
         _run_server(args, file, run_dir, media_root)
     elif args.name.startswith("trainer"):
@@ -114,21 +123,6 @@ def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
                 read_secret(run_dir),
             )
         )  # fmt: skip
-
-
-def _run_worker(
-    args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path | str
-) -> None:
-    from sightline.rollout import worker
-    from sightline.run.mirror import is_copy
-
-    heartbeat = run_dir.heartbeat(args.name)
-    uvloop.run(
-        worker.main(
-            file, args.name, args.hub, args.server, media_root, heartbeat, args.replaces,
-            read_rights(run_dir, args.name), is_copy(run_dir),
-        )
-    )  # fmt: skip
 
 
 def _run_trainer(args: argparse.Namespace, file: RunFile | SftFile, run_dir: RunDir) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
+from sightline.regular_file import open_file
+
 DAY_S = 86400.0
 
 
@@ -48,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{run_dir.path}: {names or 'nothing'} ({decimal(freed)})")
         total += freed
         for folder in folders if args.yes else ():
-            with open(run_dir.pruned, "a") as note:
+            with open_file(run_dir.pruned, "ab") as note:
                 for file in folder.rglob("*"):
-                    print(file.relative_to(run_dir.path), file=note)
+                    note.write(f"{file.relative_to(run_dir.path)}\n".encode())
             shutil.rmtree(folder)
     print(f"removed {decimal(total)}" if args.yes else f"--yes removes {decimal(total)}")
     return 0

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if len(runs) > 1 and (len(clusters) > 1 or clusters == {"kubernetes"}):
         raise ConfigError(
             f"a sweep (values with commas between them) on {' and '.join(sorted(clusters))}",
-            "give one value at a time; on Slurm, a sweep submits one job for each run",
+            "give one value at a time. On Slurm, a sweep submits one job for each run",
         )
     from sightline.launch.submit import submit_run
 

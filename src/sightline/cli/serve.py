@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     options = {name: value for name, value in options.items() if value is not None}
     if "media_roots" not in options:
         folder = tempfile.mkdtemp(prefix="sightline-serve-")
-        print(f"images are stored in {folder}; use --media DIR for another folder", flush=True)
+        print(f"images are stored in {folder}. Use --media DIR for another folder", flush=True)
         options["media_roots"] = [folder]
     spec = ServerSpec.of(**(COMMAND_DEFAULTS | options))
     load_engine(args.engine).serve(spec)

@@ -1,6 +1,6 @@
 """`sightline servers`: list and change the inference servers of a run.
 
-Works while the run is running. `add` adds a server that is already running; it receives turns once
+Works while the run is running. `add` adds a server that is already running. It receives turns once
 it has the newest version. `drain` sends a server no more turns. `remove` drops it, and its open
 requests go to other servers. `list` prints the state of each. A resumed run keeps the list.
 """
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if not url and args.action != "list":
         raise ConfigError(
             f"`{args.action}` requires the URL of a server",
-            "append http://HOST:PORT; the run has "
+            "append http://HOST:PORT. The run has "
             + (", ".join(list_servers(run_dir, config)) or "no servers with a known URL"),
         )
     if args.action == "add":
@@ -48,6 +48,6 @@ def run(args: argparse.Namespace) -> int:
     elif args.action != "list":
         print(take_server(run_dir, config, url, DRAIN if args.action == "drain" else REMOVE))
     if state != RUNNING:
-        print(f"the run is {state}; when resumed, it starts with")
+        print(f"the run is {state}. When resumed, it starts with")
     print(describe_servers(run_dir, config))
     return 0

@@ -11,18 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sightline.cli.main import parse_env_args
+from sightline.cli.main import add_env_args
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("env", metavar="ENV", help="a built-in environment, or 'module:Class'")
-    parser.add_argument(
-        "--env-args",
-        type=parse_env_args,
-        default={},
-        metavar="JSON",
-        help="arguments of ENV as a JSON object",
-    )
+    add_env_args(parser)
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint; default: a tiny random one"
     )

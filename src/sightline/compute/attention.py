@@ -34,7 +34,7 @@ COMPILABLE_PATTERNS = (attention_cuda.FlexTreePattern, attention_cuda.VarlenPatt
 class AttentionPattern(Protocol):
     state: Any
     """Cache with the state of recurrent layers, which they update. None if they start here and the
-    state is not needed later; then the pattern's `subtree_end` says where sequences start."""
+    state is not needed later. Then the pattern's `subtree_end` says where sequences start."""
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended: ...
 

@@ -23,14 +23,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from sightline.compute.tcp_store import connect_store, listen_store
-from sightline.compute.tensor_file import (
-    TORCH_DTYPES,
-    Gather,
-    HostCopy,
-    NamedTensors,
-    keep_tensor,
-    tensor_bytes,
-)
+from sightline.compute.tensor_file import TORCH_DTYPES, HostCopy
 from sightline.compute.weight_transport import WeightPublisher
 from sightline.compute.weights_digest import TensorSpec, describe_tensors, digest_weights
 from sightline.errors import WeightsError
@@ -50,23 +43,18 @@ class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tensors in the order in which they are sent."""
 
 
-class Broadcaster(WeightPublisher):
+class Broadcaster(HostCopy, WeightPublisher):
     """Rank 0's side of the transport."""
 
     def __init__(self, root: Path, host: str, receivers: int = 1) -> None:
+        super().__init__()
         self._root, self._receivers = root, receivers
         self._store = listen_store(host, 0, BROADCAST_TIMEOUT_S)
         self.address = f"{host}:{self._store.port}"
-        self._copy = HostCopy()
         self._group: Any = None
 
-    def take(
-        self, tensors: NamedTensors, gather: Gather = keep_tensor, dtype: torch.dtype | None = None
-    ) -> None:
-        self._copy.take(tensors, gather, dtype)
-
     def write(self, draft: Manifest) -> tuple[Path, Manifest]:
-        tensors = self._copy.tensors()
+        tensors = self.tensors()
         payload = Broadcast(self.address, self._receivers, describe_tensors(tensors))
         manifest = structs.replace(
             draft, payload=msgspec.to_builtins(payload), weights_digest=digest_weights(tensors)
@@ -78,9 +66,9 @@ class Broadcaster(WeightPublisher):
         if self._group is None:
             self._group = _join(self._store, payload, rank=0)
         _broadcast(self._group, _name_version(manifest))
-        tensors = self._copy.tensors()
+        tensors = self.tensors()
         for spec in payload.tensors:
-            _broadcast(self._group, tensor_bytes(tensors[spec.name]))
+            _broadcast(self._group, tensors[spec.name].reshape(-1).view(torch.uint8))
         self._group.barrier().wait()
 
 
@@ -110,7 +98,7 @@ class BroadcastReceiver:
         if not is_same or digest_weights(tensors) != manifest.weights_digest:
             raise WeightsError(
                 f"version {manifest.label} arrived with other bits than were announced",
-                "resume the run; the engine keeps the weights it has",
+                "resume the run. The engine keeps the weights it has",
             )
         return tensors
 
@@ -122,7 +110,7 @@ def _name_version(manifest: Manifest) -> UInt8[Tensor, " 32"]:
 
 
 def _join(store: dist.Store, payload: Broadcast, rank: int) -> Any:
-    """Return the process group; torch's type stubs lack its methods."""
+    """Return the process group. torch's type stubs lack its methods."""
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     # By default it would listen at the address of the hostname.

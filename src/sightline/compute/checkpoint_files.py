@@ -13,6 +13,7 @@ from transformers import core_model_loading as conversion
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from sightline.errors import WeightsError
+from sightline.regular_file import check_file
 from sightline.wire.weights import is_transposed
 
 
@@ -20,7 +21,7 @@ class TensorFiles(Mapping[str, Tensor]):
     """The tensors of safetensors files. Opening raises if a file is missing or truncated."""
 
     def __init__(self, paths: Iterable[str | Path]) -> None:
-        opened = [safe_open(path, framework="pt") for path in paths]
+        opened = [safe_open(check_file(path), framework="pt") for path in paths]
         self._files = {name: file for file in opened for name in file.keys()}
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 Sampler and trainer load their model here and compute with the same functions. Operations between
 matrix products already work row by row. For matrix products, libraries choose a kernel by the
 number of rows, so products use row counts at which a row always has the same bits. A trial at load
-checks this. On a CPU all products have `ROWS` rows, one thread computes, and a pass has a multiple
+checks this. On a CPU all products have `ROWS` rows and one thread computes. A pass has a multiple
 of `ROWS` tokens, because other instructions compute the last few values of a vector. Each image
 goes through the vision tower alone. On CUDA images go through the tower together.
 """
@@ -283,9 +283,9 @@ def _try_pass(forward: Forward, family: Family, device: torch.device, dtype: tor
     among = compute([slice(before), slice(None), slice(after)])[before : before + TRIED_TOKENS]
     if not torch.equal(alone, among):
         raise ConfigError(
-            f"[model] exact = true, and on this {device.type} {TRIED_TOKENS} tokens have other "
-            f"bits alone than between {before} and {after} others, by up to "
-            f"{float((alone - among).abs().max()):.2g}: what lies between the matrices varies",
+            f"[model] exact = true, but on this {device.type} the results of {TRIED_TOKENS} tokens "
+            f"change when {before} and {after} others surround them, by up to "
+            f"{float((alone - among).abs().max()):.2g}: an operation depends on the rest of a pass",
             "remove exact, or use another device or another version of torch",
         )
 

@@ -21,7 +21,7 @@ from sightline.compute.tensor_file import (
     SAFETENSORS_DTYPES,
     TORCH_DTYPES,
     NamedTensors,
-    tensor_bytes,
+    iterate_pieces,
 )
 from sightline.errors import WeightsError
 from sightline.wire.weights import Adapter, Manifest
@@ -54,7 +54,8 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
     digests = {}
     for name, tensor in tensors:
         digest = hashlib.sha256(f"{name}:{tuple(tensor.shape)}:".encode())
-        digest.update(tensor_bytes(tensor, dtype).numpy().data)
+        for piece in iterate_pieces(tensor, dtype):
+            digest.update(piece)
         digests[name] = digest.digest()
         del tensor  # before the next one is gathered
     return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
@@ -77,7 +78,7 @@ class AdapterBase:
         return {name: resolve_parameter(name, base, adapter.scales, tensors) for name in base}
 
     def check(self, adapter: Adapter, tensors: NamedTensors) -> NamedTensors:
-        """Return the base; raise unless it is the adapter's own base and the tensors fit."""
+        """Return the base. Raise unless it is the adapter's own base and the tensors fit."""
         self._base = self._base or self._read()
         check_fits(self._base, adapter, tensors)
         trained = frozenset(tensors.keys() & self._base.keys())
@@ -86,7 +87,7 @@ class AdapterBase:
             if digest_tensors(still, TORCH_DTYPES[adapter.dtype]) != adapter.base:
                 raise WeightsError(
                     "an adapter that was made for another base than the checkpoint served here",
-                    "serve the checkpoint that the trainer trains, in its [model] dtype; the "
+                    "serve the checkpoint that the trainer trains, in its [model] dtype. The "
                     "engine keeps the weights it has",
                 )
             self._verified.add(key)

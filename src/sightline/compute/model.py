@@ -16,14 +16,23 @@ from sightline.compute import attention
 from sightline.compute.exact import embed_patches, is_patch_embedding, make_exact
 from sightline.errors import ConfigError
 from sightline.families import Family, Forward, load_forward
+from sightline.families.protocol import EngineTrial
 
 MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(
-    path: str | Path, family: Family, device: str, dtype: str, exact: tuple[str, str] | None = None
+    path: str | Path,
+    family: Family,
+    device: str,
+    dtype: str,
+    exact: tuple[str, str] | None = None,
+    engine: EngineTrial | None = None,
 ) -> Forward:
-    """Load a checkpoint. `exact` is the device and dtype of exact arithmetic (`[model] exact`)."""
+    """Load a checkpoint. `exact` is the device and dtype of exact arithmetic (`[model] exact`).
+
+    A family that checks the loaded model tries the KV cache of `engine`, too.
+    """
     transformers_logging.disable_progress_bar()
     # By default cuDNN rounds float32 convolutions to TF32, which changes logprobs by 1e-4.
     torch.backends.cudnn.allow_tf32 = False
@@ -39,7 +48,7 @@ def load_model(
     )
     if device != "meta" and (check := getattr(forward, "check_model", None)):
         on, kind = torch.device(device), MODEL_DTYPES[dtype]
-        check(lambda ends: attention.build_attention_pattern(ends, on, kind))
+        check(lambda ends: attention.build_attention_pattern(ends, on, kind), engine)
     linearize_patch_embeddings(forward.model)
     if exact is not None:
         make_exact(forward, family, torch.device(exact[0]), MODEL_DTYPES[exact[1]])
@@ -78,7 +87,7 @@ def limit_gpu_memory(device: str, share: float) -> int:
 
 
 def describe_gpus() -> str:
-    """Describe the GPUs that torch sees and their memory; empty for none."""
+    """Describe the GPUs that torch sees and their memory. Empty for none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)) for i in range(count)]
     return ", ".join(

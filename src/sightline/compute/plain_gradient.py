@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _backend = ""
-"""Backend of torch.compile for the gradients of formulas; empty if not compiled."""
+"""Backend of torch.compile for the gradients of formulas. Empty if not compiled."""
 
 
 def compile_gradients(backend: str) -> None:

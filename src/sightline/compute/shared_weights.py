@@ -48,11 +48,12 @@ from sightline.compute.weights_digest import (
     sum_words,
 )
 from sightline.errors import WeightsError, WeightsGone
+from sightline.regular_file import open_file
 from sightline.wire.weights import Manifest, write_manifest
 
 LOCK, OWNER, HOST_MEMORY = "shared.lock", "shared.owner", "shared.bin"
-"""Files next to the folders of versions: the lock, which contains the label of the buffer's
-version; a lock that the trainer holds while it lives; and the buffer, for host memory."""
+"""Files next to the folders of versions. The first is the buffer's lock and contains the label of
+its version. The trainer holds the second while it lives. The third is the buffer in host memory."""
 LOCK_TIMEOUT_S = 600.0
 """Maximum time that each side waits for the other. A copy takes a fraction of a second."""
 LOCK_POLL_S = 0.001
@@ -165,7 +166,7 @@ def map_shared(root: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
     )
     if not (root / LOCK).is_file() or not (root / OWNER).is_file():
         raise missing
-    with open(root / LOCK, "rb") as label, open(root / OWNER, "rb") as owner:
+    with open_file(root / LOCK) as label, open_file(root / OWNER) as owner:
         _lock(label.fileno(), fcntl.LOCK_SH)
         if label.read() != manifest.label.encode() or not _is_locked(owner.fileno()):
             raise missing
@@ -174,7 +175,7 @@ def map_shared(root: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
             if finish_digest(memory.tensors, _sum_concurrently(buffer)) != manifest.weights_digest:
                 raise WeightsError(
                     f"version {manifest.label} in shared memory has other bits than were announced",
-                    "resume the run; the engine keeps the weights it has",
+                    "resume the run. The engine keeps the weights it has",
                 )
             yield _view(buffer, memory.tensors)
         finally:
@@ -252,7 +253,7 @@ def _map_device(memory: DeviceMemory) -> Flat:
 
 
 def _sum_concurrently(buffer: Flat) -> int:
-    """Sum the words; on a GPU, concurrently with the engine's steps."""
+    """Sum the words. On a GPU, this overlaps with the engine's steps."""
     if not buffer.is_cuda:
         return int(sum_words(buffer))
     with torch.cuda.stream(torch.cuda.Stream(buffer.device)):

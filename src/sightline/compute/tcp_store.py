@@ -10,7 +10,7 @@ from sightline.transport.listen import bind_socket
 
 
 def listen_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Serve a store from this process; port 0 picks a free port."""
+    """Serve a store from this process. Port 0 picks a free port."""
     listening = bind_socket(host, port)
     return dist.TCPStore(
         host,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from jaxtyping import UInt8
 from torch import Tensor
 
 from sightline.families.device_copy import PIECE_BYTES
@@ -166,12 +165,6 @@ def _transpose(name: str, tensor: Tensor, transposed: Collection[str]) -> Tensor
     return tensor.transpose(-1, -2) if name in transposed else tensor
 
 
-def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> UInt8[Tensor, " bytes"]:
-    """Return the tensor's bytes in host memory, as `dtype` if given and floating."""
-    tensor = tensor.detach().to("cpu", resolve_dtype(tensor, dtype))
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def iterate_pieces(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
     """Yield the tensor's bytes in pieces, in host memory, as `dtype` if given and floating.
 
@@ -191,12 +184,3 @@ def is_intact(folder: Path, file: WeightFile) -> bool:
     if not path.is_file() or path.stat().st_size != file.nbytes:
         return False
     return hash_file(path) == file.sha256
-
-
-def fsync_path(path: Path) -> None:
-    """Sync a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -13,7 +13,7 @@ so they accept only registered names.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -129,21 +129,20 @@ class WeightReceiver:
         return self._transports[name].open_tensors(folder, manifest)
 
 
-def _list_entry_points() -> dict[str, EntryPoint]:
-    built_in = {
-        name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in BUILT_IN.items()
-    }
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)} | built_in
+def list_plugins(group: str, built_in: Mapping[str, str]) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name: `built_in` ones and those of distributions."""
+    own = {name: EntryPoint(name, value, group) for name, value in built_in.items()}
+    return {point.name: point for point in entry_points(group=group)} | own
 
 
 def list_transports() -> list[str]:
     """Return the names of all transports: built-in ones and those of installed distributions."""
-    return sorted(_list_entry_points())
+    return sorted(list_plugins(ENTRY_POINT_GROUP, BUILT_IN))
 
 
 def load_transport(name: str) -> WeightTransport:
     """Return a new instance of the transport with this name."""
-    points = _list_entry_points()
+    points = list_plugins(ENTRY_POINT_GROUP, BUILT_IN)
     if name not in points:
         raise ConfigError(
             f"{name[:100]!r} is not a weight transport",

@@ -32,6 +32,7 @@ from sightline.compute.weights_digest import digest_weights
 from sightline.errors import WeightsError
 from sightline.media import MediaStore
 from sightline.media.stored_file import store_file
+from sightline.regular_file import read_bytes
 from sightline.wire.file import disk_errors, write_atomic
 from sightline.wire.weights import (
     MANIFEST,
@@ -143,7 +144,7 @@ def _split_into_files(
 def _has_version(target: Path, manifest: Manifest) -> bool:
     """Return whether an intact copy of the version already exists."""
     path = target / MANIFEST
-    if not path.is_file() or path.read_bytes() != msgspec.json.encode(manifest):
+    if not path.is_file() or read_bytes(path) != msgspec.json.encode(manifest):
         return False
     return all(is_intact(target, file) for file in manifest.files)
 
@@ -164,7 +165,7 @@ def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
     if manifest.weights_digest and digest_weights(tensors) != manifest.weights_digest:
         raise WeightsError(
             f"the files of {folder} are intact, but are not the weights of their manifest",
-            "publish the version again; the engine keeps the weights it has",
+            "publish the version again. The engine keeps the weights it has",
         )
     return tensors
 
@@ -189,7 +190,7 @@ def _read(folder: Path, file: WeightFile) -> dict[str, Tensor]:
 def _other_file_error(path: Path, what: str) -> WeightsError:
     return WeightsError(
         f"{path} does not match its manifest ({what})",
-        "publish the version again; the engine keeps the weights it has",
+        "publish the version again. The engine keeps the weights it has",
     )
 
 

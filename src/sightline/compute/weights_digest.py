@@ -4,8 +4,8 @@ The tensors' bytes, in file order, fill rows of 1,024 words of 32 bits. Every te
 row, and its last row is padded with zeros. Each word is multiplied by two odd factors, one for its
 column and one for its row. SHA-256 hashes the sum modulo 2**64, the names, dtypes and shapes.
 Integer sums do not depend on the device or the order. A single changed word always changes the
-digest; several do, except with a probability of about 2**-32. The digest detects damage and tells
-versions apart. It does not authenticate: tokens and leases do.
+digest. Several changed words do, except with a probability of about 2**-32. The digest detects
+damage and tells versions apart. It does not authenticate: tokens and leases do.
 """
 
 from __future__ import annotations

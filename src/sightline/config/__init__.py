@@ -30,7 +30,6 @@ from sightline.config.sections import (
     LoraConfig,
     MediaConfig,
     ModelConfig,
-    RolloutConfig,
     TrainerConfig,
 )
 
@@ -45,7 +44,6 @@ __all__ = [
     "LoraConfig",
     "MediaConfig",
     "ModelConfig",
-    "RolloutConfig",
     "RunFile",
     "SftFile",
     "TrainerConfig",

@@ -25,6 +25,7 @@ from sightline.config.renamed import (
 from sightline.config.secret_refs import hide_secrets, is_secret_name
 from sightline.config.section import ConfigSection, get_section_class
 from sightline.errors import ConfigError
+from sightline.regular_file import read_text
 
 _CHECKSUM_LINE = re.compile(
     r"\A# sha256 ([0-9a-f]{64})\n|^# sha256 ([0-9a-f]{64})\n?\Z", re.MULTILINE
@@ -59,7 +60,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     secrets are hidden.
     """
     try:
-        text = path.read_text()
+        text = read_text(path)
         if _check_checksum(text, path):
             return translate_old_names(tomllib.loads(hide_secrets(text)))
         return tomllib.loads(text)
@@ -68,7 +69,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     except IsADirectoryError:
         raise ConfigError(
             f"{path} is a folder, not a run file",
-            f"name a TOML file; for a checkpoint, append model.path={path}",
+            f"name a TOML file. For a checkpoint, append model.path={path}",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -177,7 +178,7 @@ def _check_checksum(text: str, path: Path) -> bool:
     if hashlib.sha256(others.encode()).hexdigest() != (checksum[1] or checksum[2]):
         raise ConfigError(
             f"{path} was changed after the run wrote it: its checksum does not match",
-            "restore it from a copy and change settings with section.key=value; to use it as a new "
+            "restore it from a copy and change settings with section.key=value. To use it as a new "
             "run file, delete the checksum line",
         )
     return True

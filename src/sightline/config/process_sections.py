@@ -114,6 +114,19 @@ class ResourceRequest(ConfigSection):
     slurm: str = ""
 
 
+class PodSettings(ConfigSection):
+    """Values for the Kubernetes manifests, the same for every pod."""
+
+    image: str
+    volume_claim: str
+    namespace: str = ""
+    node_selector: dict[str, str] = {}
+    env_from: str = ""
+    tolerations: list[dict[str, str | int]] = []
+    image_pull_secrets: list[str] = []
+    service_account: str = ""
+
+
 class LaunchConfig(ConfigSection):
     on: Mutable[Literal["local", "ray", "slurm", "kubernetes"]] = "local"
     """Location of the trainer, servers and workers: on this machine (and `hosts`), on a Ray
@@ -126,8 +139,10 @@ class LaunchConfig(ConfigSection):
     table with cpus, gpus, memory_gb (10^9 bytes) and slurm, the options of its own component."""
     slurm: Mutable[Keywords] = {}
     """sbatch options of the job, by their long names: partition, account, time."""
-    kubernetes: Mutable[Keywords] = {}
-    """Values for the manifests: image, namespace, volume_claim, node_selector, env_from."""
+    kubernetes: Mutable[PodSettings | None] = None
+    """Values for the manifests: image (which docker/Dockerfile builds) and volume_claim (for the
+    run directory), and optionally namespace, node_selector, env_from, tolerations (in the form of
+    Kubernetes), image_pull_secrets (names of Secrets) and service_account."""
     hosts: Mutable[Keywords] = {}
     """Processes that run on other machines, by patterns of their names (trainer, worker-*,
     server*). Each value is the command prefix that runs a command there, such as "ssh gpu-1"."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sightline.errors import ConfigError, mask_from_now_on
+from sightline.regular_file import read_text
 
 FORM = "write env:NAME for an environment variable, or file:PATH for a file"
 _MISSPELLED = re.compile(r"(?i:env|file):.*|\$\{?\w+\}?")
@@ -112,7 +113,7 @@ def _read_secret(reference: str, setting: str) -> str:
         secret, fix = os.environ[name], f"set {name} to the secret"
     else:
         try:
-            secret, fix = Path(name).read_text().strip(), "write the secret into it"
+            secret, fix = read_text(Path(name)).strip(), "write the secret into it"
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where} cannot be read: {error}", "check the path") from error
     if not secret:

@@ -37,7 +37,7 @@ class RunConfig(ConfigSection):
         if not re.fullmatch(r"[A-Za-z0-9_][\w.+-]{0,99}", name, re.ASCII):
             raise InvalidSetting(
                 f"name = {name!r} is not a name for a run directory",
-                "use up to 100 letters, digits and ._+- and start with a letter or digit; set "
+                "use up to 100 letters, digits and ._+- and start with a letter or digit. Set "
                 "[run] dir for another folder",
             )
         return name
@@ -56,9 +56,9 @@ class ModelConfig(ConfigSection):
     path: str
     """Folder of the checkpoint to start from, or a model id on the Hub."""
     min_pixels: int | None = None
-    """Minimum number of pixels per image; overrides the checkpoint's limit."""
+    """Minimum number of pixels per image. Overrides the checkpoint's limit."""
     max_pixels: int | None = None
-    """Maximum number of pixels per image; overrides the checkpoint's limit."""
+    """Maximum number of pixels per image. Overrides the checkpoint's limit."""
     train_vision: bool = True
     """Whether the vision tower trains."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -105,9 +105,9 @@ class MediaConfig(ConfigSection):
     max_gb: Mutable[float] = Field(50.0, gt=0)
     """Size limit of the image store in GB. The run ends with an error if the store grows larger."""
     file_roots: tuple[str, ...] = ()
-    """Folders from which file:// images are allowed; none by default."""
+    """Folders from which file:// images are allowed. None by default."""
     http_hosts: tuple[str, ...] = ()
-    """Hosts from which http(s) images are allowed; none by default."""
+    """Hosts from which http(s) images are allowed. None by default."""
     max_bad_fraction: Mutable[float] = Field(0.1, ge=0, le=1)
     """Fraction of a batch's samples that may be dropped for bad images before the run stops. 0
     stops at the first bad image."""
@@ -124,6 +124,11 @@ class MediaConfig(ConfigSection):
         """Return the media service's token; `for_control`, the one that may write and delete."""
         name = "control_token" if for_control and self.control_token else "token"
         return resolve_secret(getattr(self, name), f"[media] {name}")
+
+    def read_service_token(self) -> str:
+        """Return the token of the media service; empty if there is no such service."""
+        is_service = self.root.startswith(("http://", "https://"))
+        return self.read_token() if is_service else ""
 
     def store_options(self, for_control: bool = False) -> dict[str, Any]:
         """Return the options of `open_store` besides the root."""
@@ -188,7 +193,7 @@ class RolloutConfig(ConfigSection):
     timeout_s: Mutable[float] = Field(600.0, gt=0)
     """Seconds after which an unfinished rollout is aborted and counted as failed."""
     max_turns: int = Field(0, ge=0)
-    """Maximum number of turns per rollout; longer ones are truncated. 0 means no limit."""
+    """Maximum number of turns per rollout. Longer ones are truncated. 0 means no limit."""
     keep_truncated: bool = True
     """Whether truncated rollouts train with their reward. If false, they are dropped."""
 
@@ -282,7 +287,7 @@ class TrainerConfig(ConfigSection):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm above which gradients are clipped."""
     max_sequence_tokens: int = Field(0, ge=0)
-    """Maximum number of tokens per sample; longer ones are cut there, or before an image. 0 means
+    """Maximum number of tokens per sample. Longer ones are cut there, or before an image. 0 means
     no limit."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Maximum number of tokens per micro-batch."""
@@ -303,10 +308,10 @@ class TrainerConfig(ConfigSection):
     """Backend of torch.compile for every block, such as inductor. Empty turns compilation off. With
     [model] exact only gradients are compiled, on a GPU."""
     publish: Mutable[str] = "auto"
-    """Transport that carries weights to the servers: files (in the run directory), store (of
-    `[media] root`, which other machines reach too), broadcast (torch.distributed, on one machine),
-    ipc (memory that trainer and embedded servers share on one machine), or one that an installed
-    package provides. auto is ipc if both use the machine's GPUs, and files otherwise."""
+    """Transport of weights to the servers. files: the run directory. store: `[media] root`, which
+    other machines reach too. broadcast: torch.distributed, on one machine. ipc: memory that trainer
+    and embedded servers share on one machine. Installed packages can provide others. auto is ipc if
+    both use the machine's GPUs, and files otherwise."""
     device: Device = "auto"
     """Device of the trainer: cpu, cuda or auto."""
     ranks: Mutable[int] = Field(1, ge=1)
@@ -386,3 +391,22 @@ class LoggingConfig(ConfigSection):
     """Number of steps between sample tables in the sinks. 0 writes none."""
     wandb_offline: Mutable[bool] = False
     """Whether W&B keeps the run on this machine."""
+    upload_samples_to: Mutable[str] = ""
+    """Object store for a parquet file with the rollouts of every `samples_every`-th step:
+    s3://BUCKET/PREFIX (also gs, az). Empty uploads none."""
+
+    @model_validator(mode="after")
+    def _check_upload(self) -> LoggingConfig:
+        address = self.upload_samples_to
+        if address and not re.match(r"(s3|gs|az)://[^@/]+(/[^@]*)?$", address):
+            raise InvalidSetting(
+                "upload_samples_to is not the address of an object store without a password",
+                "write s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX; the "
+                "credentials come from the environment",
+            )
+        if address and not self.samples_every:
+            raise InvalidSetting(
+                "upload_samples_to is set, but samples_every = 0 uploads nothing",
+                "set samples_every to 1 or more",
+            )
+        return self

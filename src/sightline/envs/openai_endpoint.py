@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from sightline.errors import EngineError
-from sightline.message import AssistantMessage, ToolCall, text
+from sightline.errors import EngineError, MessageError
+from sightline.message import AssistantMessage, read_tool_call, text
 from sightline.render.protocol import Tools
 from sightline.transport.http_client import RetryingClient
 
@@ -22,20 +22,15 @@ def read_completion(answer: dict[str, Any]) -> AssistantMessage:
     try:
         choice = answer["choices"][0]
         message = choice["message"]
-        calls = tuple(
-            ToolCall(
-                call["function"]["name"], call["function"]["arguments"], str(call.get("id") or "")
-            )
-            for call in message.get("tool_calls") or ()
-        )
+        calls = message.get("tool_calls") or ()
         return AssistantMessage(
             role="assistant",
             content=text(message.get("content") or ""),
             reasoning=message.get("reasoning_content") or message.get("reasoning") or None,
-            tool_calls=calls,
+            tool_calls=tuple(read_tool_call(call, "tool_calls") for call in calls),
             stopped=choice.get("finish_reason") != "length",
         )
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, MessageError) as error:
         raise EngineError(
             f"the endpoint's answer is not a chat completion: {str(answer)[:200]}",
             "use the base URL of an OpenAI-compatible server, such as .../v1",
@@ -48,7 +43,7 @@ class OpenAIClient(RetryingClient):
     """Client for one endpoint. `base_url` does not include `/chat/completions`."""
 
     model: str
-    """Name of the model; empty until `choose_model` sets it."""
+    """Name of the model. Empty until `choose_model` sets it."""
     _: KW_ONLY
     deadline_s: float = 120.0
     first_retry_s: float = 0.25

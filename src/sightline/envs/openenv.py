@@ -27,9 +27,9 @@ class OpenEnvEnvironment(Environment):
     base_url: str
     actions: str | Sequence[str] | Mapping[str, Any]
     image_field: str = "image"
-    """Observation field that holds a picture; empty for none."""
+    """Observation field that holds a picture. Empty for none."""
     text_field: str = ""
-    """Observation field that holds text; empty for none."""
+    """Observation field that holds text. Empty for none."""
     on_malformed: str = "skip"
     malformed_penalty: float = 0.1
     max_turns: int = 50
@@ -76,7 +76,7 @@ class OpenEnvEnvironment(Environment):
     def _field(self, observation: Mapping[str, Any], name: str) -> Any:
         if name not in observation:
             raise EnvironmentFailed(
-                f"an observation of {self.base_url} has no field {name!r}; it has "
+                f"an observation of {self.base_url} has no field {name!r}. It has "
                 f"{', '.join(map(repr, sorted(observation))) or 'none'}",
                 "set [env.args] image_field or text_field to one of these",
             )

@@ -45,7 +45,7 @@ class Outcome:
     parts: dict[str, float] = field(default_factory=dict)
     """Named measures for metrics and charts. They do not affect training."""
     per_turn: list[float] | None = None
-    """Reward of each model call, in order; used by `credit = "turn"`."""
+    """Reward of each model call, in order. Used by `credit = "turn"`."""
 
     def __repr__(self) -> str:
         parts = "".join(f", {name}={value:.4g}" for name, value in self.parts.items())
@@ -181,7 +181,7 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
     if ":" not in path and not (path.isidentifier() and find_spec(f"sightline.envs.{path}")):
         raise ConfigError(
             f"[env] name = {path!r} is not a built-in environment",
-            "use 'color_codeword' or 'module:Class'; start an example in its own folder",
+            "use 'color_codeword' or 'module:Class'. Start an example in its own folder",
         )
     name = path if ":" in path else f"sightline.envs.{path}:ENVIRONMENT"
     make = load_object(name, "[env] name")

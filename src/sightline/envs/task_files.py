@@ -19,6 +19,7 @@ from typing import Any
 from sightline.envs.protocol import import_extra
 from sightline.errors import ConfigError, MediaRefused
 from sightline.media import MediaRef, read_data_url
+from sightline.regular_file import check_file, open_file
 
 Put = Callable[[Any], MediaRef]
 FEATURES_KEY = b"huggingface"
@@ -132,7 +133,7 @@ def _load_with_datasets(name: str, dataset_split: str) -> ArrowRows:
     if isinstance(loaded, dict):
         if dataset_split not in loaded:
             raise ConfigError(
-                f"{name} has no split {dataset_split!r}; it has {', '.join(loaded)}",
+                f"{name} has no split {dataset_split!r}. It has {', '.join(loaded)}",
                 "choose one of them: open_tasks(path, dataset_split=...)",
             )
         loaded = loaded[dataset_split]
@@ -151,7 +152,7 @@ class JsonlRows:
         self._path = path
         self._starts: list[int] = []
         at = 0
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             for line in file:
                 if line.strip():
                     self._starts.append(at)
@@ -161,7 +162,7 @@ class JsonlRows:
         return len(self._starts)
 
     def row(self, number: int) -> dict[str, Any]:
-        with open(self._path, "rb") as file:
+        with open_file(self._path) as file:
             file.seek(self._starts[number])
             line = file.readline()
         try:
@@ -218,7 +219,7 @@ def open_parquet(
     """Open and check a parquet file. Return it with the sizes of its row groups."""
     parquet = import_extra("pyarrow.parquet", "data")
     with _name_damage(path):
-        file = parquet.ParquetFile(path, memory_map=memory_map)
+        file = parquet.ParquetFile(check_file(path), memory_map=memory_map)
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         sizes = [group.num_rows for group in groups]
         if min(sizes, default=0) < 0 or sum(sizes) != file.metadata.num_rows:

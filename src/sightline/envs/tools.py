@@ -90,7 +90,7 @@ class Toolbox:
     def _bind_call(self, call: ToolCall) -> tuple[Callable[..., Any], dict[str, Any]]:
         tool = self._tools.get(call.name)
         if tool is None:
-            raise ToolError(f"no tool {call.name!r}; there are {', '.join(self._tools)}")
+            raise ToolError(f"no tool {call.name!r}. There are {', '.join(self._tools)}")
         try:
             arguments = json.loads(call.arguments or "{}")
         except ValueError as error:

@@ -51,7 +51,7 @@ class VerifiersEnvironment(Environment):
         except (ModuleNotFoundError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"verifiers: {error}",
-                "set [env.args] taskset to an installed taskset; its own configuration goes into "
+                "set [env.args] taskset to an installed taskset. Its own configuration goes into "
                 "[env.args.env]",
             ) from error
         self.name = f"verifiers:{self.config.env_id}"

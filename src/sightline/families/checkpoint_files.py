@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sightline.errors import FamilyError
+from sightline.regular_file import check_file, read_text
 from sightline.render import Tokenizer
 
 CONFIG_FILES = (
@@ -55,8 +56,9 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
         problem = f"{folder} lacks {', '.join(missing)}"
     raise FamilyError(
         f"{str(model)!r} is not a folder, and cannot be downloaded from the hub: {problem}",
-        "create a model with `sightline model tiny DIR`, name a folder, or put these files into "
-        f"the hub's cache: {', '.join(files)}",
+        "name a folder, train this one first with `sightline sft FILE` if it is the output_dir of "
+        "a warm-up, create a model with `sightline model tiny DIR`, or put these files into the "
+        f"hub's cache: {', '.join(files)}",
     )
 
 
@@ -64,7 +66,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raise FamilyError if the file is invalid."""
     fix = "copy it again from the checkpoint"
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
         raise FamilyError(f"{file} is broken: {error}", fix) from error
     if not isinstance(content, dict):
@@ -117,7 +119,7 @@ def read_shapes(model: Path) -> dict[str, list[int]]:
                 raise FamilyError(f"{model / name} is missing, but {index.name} names it", fix)
     for path in files:
         try:
-            with safe_open(path, framework="numpy") as file:
+            with safe_open(check_file(path), framework="numpy") as file:
                 shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise FamilyError(f"{path} is not a complete safetensors file: {error}", fix) from error

@@ -32,11 +32,22 @@ def round_pinned(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
-def allocate_pinned(num: int, values: int, device: torch.device) -> np.ndarray:
-    """Allocate uint8 rows that `device` can read directly."""
-    pinned = device.type == "cuda"
-    rows: np.ndarray = torch.empty((num, values), dtype=torch.uint8, pin_memory=pinned).numpy()
+def allocate_rows(num: int, values: int, device: torch.device | None = None) -> np.ndarray:
+    """Allocate uint8 rows that `device` can read directly, page-locked ones for a GPU.
+
+    Rows for a CPU come from numpy. torch's allocator on ARM (mimalloc) does not return memory that
+    another thread frees, and rows are made by one thread and freed by another.
+    """
+    if device is None or device.type != "cuda":
+        return np.empty((num, values), np.uint8)
+    rows: np.ndarray = torch.empty((num, values), dtype=torch.uint8, pin_memory=True).numpy()
     return rows
+
+
+def copy_for_thread(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory that another thread may free (see `allocate_rows`)."""
+    rows = torch.from_numpy(allocate_rows(1, tensor.nbytes))
+    return rows.view(-1).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def move_to_device(model: nn.Module, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -203,7 +203,7 @@ class Family(ABC):
         if item.family != self.name or item.fingerprint != fingerprint:
             raise FingerprintMismatch(
                 f"the item of {item.name} was made by family {item.family} with settings "
-                f"{item.fingerprint}; here family {self.name} has {fingerprint}: "
+                f"{item.fingerprint}. Here family {self.name} has {fingerprint}: "
                 f"{json.dumps(settings, sort_keys=True)}",
                 "use the same checkpoint folder, pixel limits and transformers on both sides",
             )
@@ -269,8 +269,19 @@ class Forward(Protocol):
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]: ...
 
-    # A family may also define `check_model(build_pattern)`. It is called after weights are loaded.
-    # `build_pattern` returns the attention pattern for a `subtree_end`.
+    # A family may also define `check_model(build_pattern, engine)`. It is called after weights are
+    # loaded. `build_pattern` returns the attention pattern for a `subtree_end`. `engine` is an
+    # `EngineTrial`, or None in a process that does not decode.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTrial:
+    """The parts of an engine that a family's `check_model` tries."""
+
+    max_model_len: int
+    build_cache: Callable[[int, int], Callable[[np.ndarray, np.ndarray, np.ndarray], Any]]
+    """Creates a KV cache for a number of rows and their length. The function that it returns maps
+    the rows of a step, their numbers of cached tokens and of new tokens to an attention pattern."""
 
 
 @dataclass(frozen=True, slots=True)

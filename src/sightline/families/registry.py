@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from sightline.errors import ConfigError, FamilyError
+from sightline.errors import ConfigError, FamilyError, NotRegularFile
 from sightline.families.checkpoint_files import read_json, resolve_checkpoint
 from sightline.families.protocol import EXACT_PACKING, Family, Forward, ServingSpec
 from sightline.families.rope import find_position_limit
@@ -85,10 +85,12 @@ def _get_folder(path: Path) -> ModuleType:
     claimed = native or claimed
     kind = f"{path} is a {config.get('model_type')!r} checkpoint"
     if not claimed:
+        has_vision = isinstance(config.get("vision_config"), dict)
+        reason = "" if has_vision else ": its config.json has no vision_config"
         raise FamilyError(
-            f"{kind}, which no family supports",
+            f"{kind}, which no family supports{reason}",
             "use a model listed in docs/models.md or any vision-language model with a "
-            "vision_config, or add a family for it (docs/adding_a_family.md)",
+            "vision_config, or add a family for it (docs/internals/adding_a_family.md)",
         )
     if len(claimed) > 1:
         raise FamilyError(
@@ -100,11 +102,15 @@ def _get_folder(path: Path) -> ModuleType:
 
 def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
-    if not file.is_file():
+    if not file.exists():
         raise FamilyError(
             f"{path} is not a checkpoint: it has no config.json",
             "create one with `sightline model tiny DIR`, or point [model] path at a checkpoint",
         )
+    # transformers also opens files, which it finds in the folder and in its folders.
+    for found in (*path.glob("*"), *path.glob("*/*")):
+        if found.exists() and not (found.is_file() or found.is_dir()):
+            raise NotRegularFile.at(found)
     return read_json(file)
 
 
@@ -166,7 +172,7 @@ def load_serving(model: str | Path, family: Family, takes_updates: bool = True) 
     if not _has_family_file(family.name, "serving"):
         raise FamilyError(
             f"the family {family.name!r} cannot be served with vLLM: it has no serving.py",
-            'set [inference] engine = "torch", or add the file (docs/adding_a_family.md)',
+            'set [inference] engine = "torch", or add the file (docs/internals/adding_a_family.md)',
         )
     if family.position_limit:
         raise FamilyError(

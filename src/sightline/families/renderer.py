@@ -78,7 +78,7 @@ class RenderContext:
 class MessageRenderer(FormatDescription, Renderer, ABC):
     """A renderer for one chat format. Its only state is the family's caches.
 
-    A family's `__init__` sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
+    A family sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
     """
 
     shows_names: ClassVar[bool] = False
@@ -342,6 +342,19 @@ class BaseRenderer(MessageRenderer):
     lists_tool_content: ClassVar[bool] = False
     """Whether the chat template expects the content of tool messages as a list of parts."""
 
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        family: Family,
+        resolver: ImageResolver,
+        vocab_size: int,
+        thinking: bool = True,
+    ) -> None:
+        """Create a renderer. `thinking` is whether a model that can reason does so."""
+        super().__init__(tokenizer, family, resolver, vocab_size)
+        self.thinking = thinking
+        self.find_tokens()
+
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
     ) -> Rendered:
@@ -398,6 +411,9 @@ class BaseRenderer(MessageRenderer):
             self.emit_message(emitter, context, i)
             emitter.end_message(start)
             start = emitter.position
+
+    def find_tokens(self) -> None:
+        """Find the ids of the format's marks. Raise FamilyError if the tokenizer lacks one."""
 
     @abstractmethod
     def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:

@@ -2,7 +2,7 @@
 
 The rope types `dynamic` and `longrope` change their frequencies when a position exceeds the
 checkpoint's original length. transformers applies the longest position's frequencies to the whole
-batch, so sequences would change each other, and cached keys would disagree with later queries. Up
+batch. Sequences would then change each other, and cached keys would not match later queries. Up
 to the original length, the frequencies are constant. We keep those and refuse longer sequences.
 """
 

@@ -71,7 +71,7 @@ def choose_format(
             renderer.format_reason = "the folder has no chat template"
             if others := [other.format_name for other in formats[1:]]:
                 renderer.format_reason += (
-                    ", and it is the first of its model type; if the checkpoint speaks "
+                    ", and it is the first of its model type. If the checkpoint uses "
                     f"{' or '.join(others)}, copy its chat_template.jinja into the folder"
                 )
             return renderer
@@ -142,7 +142,7 @@ def _find_difference(renderer: BaseRenderer, template: ChatTemplate) -> str | No
         try:
             text = _render(renderer, template, messages, options)
         except TemplateError as error:
-            return f"for {about} the template fails: {error}"
+            return f"for {about} the template fails: {error.problem}"
         theirs = _expand_pads(renderer, tokenizer.encode_marked(text))
         spelled = [tokenizer.decode(ids) for ids in (ours, theirs)]
         if ours != theirs and not (about == _SPELLED and spelled[0] == spelled[1]):
@@ -163,7 +163,7 @@ def _find_video_difference(renderer: BaseRenderer, template: ChatTemplate) -> st
     try:
         text = _render(renderer, template, talk, {})
     except TemplateError as error:
-        return f"the chat template fails for a video: {error}"
+        return f"the chat template fails for a video: {error.problem}"
     emitter = Emitter(renderer.tokenizer)
     renderer.emit_video(emitter, renderer.family.steps(clip))
     shown = renderer.decode(emitter.rendered().token_ids)

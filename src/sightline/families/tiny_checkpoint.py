@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
-import time
 import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -34,14 +31,12 @@ from transformers import (
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import hide_pad_warning, write_json
+from sightline.regular_file import read_text
 from sightline.render.tokenizer import split_words
 
 MAX_TOKENS = 32768
 LARGE_HIDDEN = 1024
-"""The hidden size from which weights are drawn in threads, directly into the file."""
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-DRAWN_AT_ONCE = 1 << 22
-"""The number of values that a thread draws at once."""
+"""The hidden size from which weights are drawn in threads."""
 
 # Each role becomes one token. A merge must follow the merges that produce its halves.
 ROLE_MERGES = (
@@ -69,7 +64,7 @@ def write_tiny_checkpoint(
     `prepare(model, settings)` may rescale the drawn weights. Equal arguments produce equal bytes.
     Each file is written atomically, and config.json is written last.
     """
-    tables = tomllib.loads((family / "tiny.toml").read_text())
+    tables = tomllib.loads(read_text(family / "tiny.toml"))
     settings = _read_settings(tables["sizes"], size, options)
     kind = settings["type"]
     if kind not in tables["types"]:
@@ -96,13 +91,15 @@ def write_tiny_checkpoint(
             _fill_constants(model, std)
     if prepare is not None:
         prepare(model, settings)
-    parameters = dict(model.named_parameters()) if is_large else _drop_tied_weights(model)
+    if is_large:
+        parameters = draw_weights(dict(model.named_parameters()), seed, std)
+    else:
+        parameters = _drop_tied_weights(model)
     weights = dict(_lay_out_experts(parameters, description.get("experts")))
-    template = (family / description["template"]).read_text()
+    template = read_text(family / description["template"])
     for flag, value in description.get("flags", {}).items():
         template = f"{{%- set {flag} = {json.dumps(value)} -%}}\n{template}"
-    draw = partial(draw_weights, shapes=weights, seed=seed, std=std)
-    write_checkpoint(Path(path), files, tokenizer, template, model, draw if is_large else weights)
+    write_checkpoint(Path(path), files, tokenizer, template, model, weights)
 
 
 def _read_settings(
@@ -123,7 +120,7 @@ def _build_files(
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     added = tokenizer.get_added_tokens_decoder()
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    text = environment.from_string((family / "tiny.json.jinja").read_text()).render(
+    text = environment.from_string(read_text(family / "tiny.json.jinja")).render(
         settings,
         refuse=_refuse,
         max_tokens=MAX_TOKENS,
@@ -191,9 +188,9 @@ def write_checkpoint(
     tokenizer: Tokenizer,
     chat_template: str,
     model: Any,
-    weights: Mapping[str, torch.Tensor] | Callable[[Path], None],
+    weights: dict[str, torch.Tensor],
 ) -> None:
-    """Write a checkpoint into folder `path`. A callable `weights` writes its own file.
+    """Write a checkpoint into folder `path`.
 
     `save_pretrained` is not used for weights, because it prints a progress bar and creates a file
     that only its owner can read.
@@ -208,10 +205,7 @@ def write_checkpoint(
         hide_pad_warning()
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-        if callable(weights):
-            weights(folder / "model.safetensors")
-        else:
-            save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
         (folder / "model.safetensors").chmod(0o644)
         sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
         GenerationConfig(**sampling, **files["generation_config.json"]).save_pretrained(folder)
@@ -219,47 +213,24 @@ def write_checkpoint(
             os.replace(folder / file, path / file)
 
 
-def draw_weights(path: Path, shapes: Mapping[str, torch.Tensor], seed: int, std: float) -> None:
-    """Write a safetensors file with random values for tensors on the meta device.
+def draw_weights(
+    shapes: Mapping[str, torch.Tensor], seed: int, std: float
+) -> dict[str, torch.Tensor]:
+    """Return random values for tensors on the meta device, drawn in threads.
 
     Norms are 1, biases are 0, and other values are normal with standard deviation `std`. A tensor's
-    values depend on its name and `seed`. Threads write each part to its place in the file, so that
-    large models need no memory for their weights.
+    values depend on its name and `seed`.
     """
-    started = time.monotonic()
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    parts, end = [], 0
-    # Tensors with wide elements come first, so that each tensor is aligned.
-    for name, like in sorted(shapes.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        start, end = end, end + like.numel() * like.element_size()
-        kind = SAFETENSORS_DTYPES[like.dtype]
-        header[name] = {"dtype": kind, "shape": list(like.shape), "data_offsets": [start, end]}
-        for first in range(0, like.numel(), DRAWN_AT_ONCE):
-            parts.append((name, first, start + first * like.element_size()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
 
-    def draw(part: tuple[str, int, int]) -> None:
-        name, first, offset = part
-        like = shapes[name]
-        size = min(DRAWN_AT_ONCE, like.numel() - first)
-        if like.dim() < 2:
-            values = torch.full((size,), float(name.endswith("weight")))
-        else:
-            key = zlib.crc32(f"{seed} {name} {first // DRAWN_AT_ONCE}".encode())
-            generator = torch.Generator().manual_seed(key)
-            values = torch.empty(size).normal_(std=std, generator=generator)
-        data, at = values.to(like.dtype).view(torch.uint8).numpy().data, 8 + len(text) + offset
-        while len(data):
-            written = os.pwrite(file.fileno(), data, at)
-            data, at = data[written:], at + written
+    def draw(name: str) -> torch.Tensor:
+        values = torch.empty_like(shapes[name], device="cpu")
+        if values.dim() < 2:
+            return values.fill_(name.endswith("weight"))
+        key = zlib.crc32(f"{seed} {name}".encode())
+        return values.normal_(std=std, generator=torch.Generator().manual_seed(key))
 
-    with path.open("wb") as file, ThreadPoolExecutor(os.cpu_count(), "weights") as pool:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.flush()
-        list(pool.map(draw, parts))
-    elapsed = time.monotonic() - started
-    print(f"weights: {end / 1e9:.2f} GB drawn and written in {elapsed:.1f} s", file=sys.stderr)
+    with ThreadPoolExecutor(os.cpu_count(), "weights") as pool:
+        return dict(zip(shapes, pool.map(draw, shapes), strict=True))
 
 
 def build_bpe_tokenizer(

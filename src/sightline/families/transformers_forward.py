@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -96,12 +96,24 @@ class TextForward:
 class VisionForward(TextForward):
     """A model with a vision tower. A family defines the tower's inputs and outputs."""
 
-    def __init__(self, model: nn.Module, family: PixelFamily[Any], text: Any, tower: Any) -> None:
-        super().__init__(model, text)
+    vision_parts: ClassVar[tuple[str, ...]] = ("visual",)
+    """The modules that compute image features, the tower first."""
+
+    def __init__(self, model: nn.Module, family: PixelFamily[Any]) -> None:
+        body: Any = model.model
+        super().__init__(model, body.language_model)
         self._family = family
-        self._tower = tower
+        self._parts = {f"model.{name}": getattr(body, name) for name in self.vision_parts}
+        self._tower: Any = getattr(body, self.vision_parts[0])
         self._table = torch.from_numpy(family.table.copy())
         self._tower_inputs = lru_cache(maxsize=16)(self.compute_tower_inputs)
+
+    def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (f"{part}.{name}", parameter)
+            for part, module in self._parts.items()
+            for name, parameter in module.named_parameters()
+        ]
 
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         """Return the keyword arguments that the tower would otherwise derive from `grid_thw`.
@@ -150,12 +162,8 @@ class VideoForward(VisionForward):
     """A model with `visual` and `language_model`, whose tower processes several frames at once."""
 
     def __init__(self, model: nn.Module, family: VideoFamily[Any]) -> None:
-        body: Any = model.model
-        super().__init__(model, family, body.language_model, body.visual)
+        super().__init__(model, family)
         self._temporal = family.temporal
-
-    def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(f"model.visual.{name}", p) for name, p in self._tower.named_parameters()]
 
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), *self._tower.blocks]

@@ -1,6 +1,7 @@
 """The OpenAI-compatible endpoint of an inference server, for every engine.
 
-    POST /v1/chat/completions --> images into the store --> render --> generate --> parse
+    POST /v1/chat/completions, /v1/responses
+         --> images into the store --> render --> generate --> parse
     GET  /v1/models
 
 The family's renderer builds prompts and parses answers. Images are stored and replaced by refs. The
@@ -15,39 +16,35 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from sightline.errors import EngineError, MessageError, SightlineError, StoreFull
-from sightline.inference.errors import (
-    JSON,
-    answer_errors,
-    json_response,
-    read_body,
-    to_engine_error,
-)
-from sightline.render import Rendered, Renderer, Tools
+from sightline.inference.errors import answer_errors, read_body, to_engine_error
+from sightline.render import Rendered, Renderer
 from sightline.rollout.openai_completions import (
-    SERVER_RULES,
+    SERVER_UNSUPPORTED,
+    ChatDialect,
     ChatRequest,
-    OpenAIErrorResponse,
     build_choice,
     build_completion,
     read_chat_request,
-    stream_events,
 )
+from sightline.rollout.openai_http import (
+    DIALECTS,
+    OpenAIErrorResponse,
+    completion_response,
+    models_response,
+)
+from sightline.rollout.stop_strings import read_answer
 from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, SamplingParams
 
-SAMPLING_TYPES: dict[str, type] = {
-    "temperature": float, "top_p": float, "min_p": float, "top_k": int, "seed": int, "n": int,
-}  # fmt: skip
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "n")
 """Sampling parameters of a chat request. The request validator checks their bounds."""
 
-TokenIds = tuple[int, ...]
 GenerateFunction = Callable[[GenerateRequest, Request], Awaitable[GenerateResponse]]
 """Validates the request, samples, and cancels if the client disconnects."""
 
@@ -62,22 +59,30 @@ class ChatEndpoint:
     max_model_len: int
 
     def routes(self, generate: GenerateFunction) -> list[Route]:
-        handler = answer_errors(partial(self._complete, generate=generate), chat_error_response)
         return [
-            Route("/v1/chat/completions", handler, methods=["POST"]),
+            *(
+                Route(path, partial(self._answer, kind, generate), methods=["POST"])
+                for path, kind in DIALECTS.items()
+            ),
             Route("/v1/models", self._models),
         ]
 
     async def _models(self, http: Request) -> Response:
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "sightline"}
-        return json_response(
-            {"object": "list", "data": [{**model, "max_model_len": self.max_model_len}]}
-        )
+        return models_response(self.model, max_model_len=self.max_model_len)
 
-    async def _complete(self, http: Request, generate: GenerateFunction) -> Response:
+    async def _answer(
+        self, kind: type[ChatDialect], generate: GenerateFunction, http: Request
+    ) -> Response:
+        dialect = kind()
+        complete = partial(self._complete, dialect, generate)
+        return await answer_errors(complete, partial(chat_error_response, dialect=dialect))(http)
+
+    async def _complete(
+        self, dialect: ChatDialect, generate: GenerateFunction, http: Request
+    ) -> Response:
         body = await read_body(http)
         # In a thread: it decodes base64, writes files and tokenizes long texts.
-        chat_request, rendered = await asyncio.to_thread(self._read_request, body)
+        chat_request, rendered = await asyncio.to_thread(self._read_request, dialect, body)
         name = f"chatcmpl-{secrets.token_hex(12)}"
         request = GenerateRequest.of(
             rendered.token_ids,
@@ -85,68 +90,61 @@ class ChatEndpoint:
             self._build_sampling_params(chat_request, len(rendered.token_ids)),
             self.modality,
             request_id=name,
-            model=chat_request.model,
+            model=chat_request.model or None,
         )
         response = await generate(request, http)
         answer = await asyncio.to_thread(self._build_response, chat_request, request, response)
-        if not chat_request.stream:
-            return json_response(answer)
-        return StreamingResponse(
-            (chunk for chunk in stream_events(answer, chat_request.include_usage)),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-cache"},
-        )
+        return completion_response(chat_request, answer, dialect)
 
-    def _read_request(self, body: bytes) -> tuple[ChatRequest, Rendered]:
-        chat_request = read_chat_request(body, SERVER_RULES, self.max_model_len)
-        rendered = self.renderer.render(chat_request.messages, _get_tools(chat_request))
+    def _read_request(self, dialect: ChatDialect, body: bytes) -> tuple[ChatRequest, Rendered]:
+        chat_request = read_chat_request(body, SERVER_UNSUPPORTED, self.max_model_len, dialect)
+        rendered = self.renderer.render(chat_request.messages, chat_request.offered_tools)
         return chat_request, rendered
 
-    def _build_sampling_params(
-        self, chat_request: ChatRequest, num_prompt_tokens: int
-    ) -> SamplingParams:
-        extra = chat_request.extra
-        options = {
-            name: _read_field(extra, name, kind)
-            for name, kind in SAMPLING_TYPES.items()
-            if name in extra
-        }
+    def _build_sampling_params(self, asked: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
+        values = {name: getattr(asked, name) for name in SAMPLING}
         return SamplingParams(
             # Without a cap, an answer may fill the sequence.
-            max_tokens=chat_request.max_tokens or max(1, self.max_model_len - num_prompt_tokens),
-            stop_token_ids=(
-                *self.renderer.stop_token_ids,
-                *_read_field(extra, "stop_token_ids", TokenIds, ()),
-            ),
-            logprobs=0 if _read_field(extra, "logprobs", bool, False) else None,
-            **options,
+            max_tokens=asked.most_tokens or max(1, self.max_model_len - num_prompt_tokens),
+            stop_token_ids=(*self.renderer.stop_token_ids, *(asked.stop_token_ids or ())),
+            logprobs=0 if asked.logprobs else None,
+            **{name: value for name, value in values.items() if value is not None},
         )
 
     def _build_response(
         self, chat_request: ChatRequest, request: GenerateRequest, response: GenerateResponse
     ) -> dict[str, Any]:
-        with_ids = _read_field(chat_request.extra, "return_token_ids", bool, False)
-        tools, reported = _get_tools(chat_request), response.sightline
+        choices = [self._build_choice(choice, chat_request) for choice in response.choices]
+        reported = response.sightline
         completion = build_completion(
             request.request_id,
             chat_request.model or self.model,
-            [self._build_choice(choice, with_ids, tools) for choice in response.choices],
+            [choice for choice, _ in choices],
             num_prompt_tokens=len(request.token_ids),
             num_cached_tokens=reported.cached_tokens if reported is not None else 0,
-            num_sampled_tokens=sum(len(choice.token_ids) for choice in response.choices),
+            num_sampled_tokens=sum(num_tokens for _, num_tokens in choices),
         )
-        return completion | {"prompt_token_ids": request.token_ids} if with_ids else completion
+        if not chat_request.return_token_ids:
+            return completion
+        return completion | {"prompt_token_ids": request.token_ids}
 
-    def _build_choice(self, choice: Choice, with_ids: bool, tools: Tools | None) -> dict[str, Any]:
-        message = self.renderer.parse(choice.token_ids, tools)
-        entries = None if choice.logprobs is None else choice.logprobs.content
-        return build_choice(
+    def _build_choice(
+        self, choice: Choice, chat_request: ChatRequest
+    ) -> tuple[dict[str, Any], int]:
+        """Return a choice and its number of tokens."""
+        message, end = read_answer(
+            self.renderer, choice.token_ids, chat_request.offered_tools, chat_request.stops
+        )
+        token_ids = choice.token_ids[:end]
+        entries = None if choice.logprobs is None else choice.logprobs.content[:end]
+        built = build_choice(
             message,
             call_ids=[f"call_{secrets.token_hex(12)}" for _ in message.tool_calls],
-            stopped=choice.finish_reason == "stop",
+            stopped=end is not None or choice.finish_reason == "stop",
             logprobs=None if entries is None else [self._spell_logprob(e) for e in entries],
-            token_ids=choice.token_ids if with_ids else None,
+            token_ids=token_ids if chat_request.return_token_ids else None,
         )
+        return built, len(token_ids)
 
     def _spell_logprob(self, entry: Any) -> dict[str, Any]:
         text = self.renderer.decode([entry.token_id])
@@ -158,21 +156,6 @@ class ChatEndpoint:
         }
 
 
-def _get_tools(chat_request: ChatRequest) -> Tools | None:
-    """Return the tools that the model may call."""
-    choice = _read_field(chat_request.extra, "tool_choice", Literal["auto", "none"], "auto")
-    return None if choice == "none" else chat_request.tools
-
-
-def _read_field(extra: dict[str, Any], name: str, kind: Any, default: Any = None) -> Any:
-    """Return a field of a chat request; raise unless it is of `kind`."""
-    try:
-        return msgspec.convert(extra.get(name, default), kind)
-    except msgspec.ValidationError as error:
-        fix = "pass a supported value, or leave it out"
-        raise MessageError.at(name, str(error), fix) from error
-
-
 def _use_openai_field_names(error: EngineError) -> EngineError:
     """Return `error` with the field names of OpenAI's API."""
     problem = error.problem.removeprefix("sampling_params.")
@@ -181,10 +164,8 @@ def _use_openai_field_names(error: EngineError) -> EngineError:
     return EngineError(problem, error.fix, error.kind, error.status)
 
 
-def chat_error_response(error: SightlineError) -> Response:
+def chat_error_response(error: SightlineError, dialect: ChatDialect | None = None) -> Response:
     """Return an error in OpenAI's format."""
     if not isinstance(error, (MessageError, StoreFull)):  # these have their own codes
         error = _use_openai_field_names(to_engine_error(error))
-    refusal = OpenAIErrorResponse.of(error)
-    body = msgspec.json.encode(refusal.body)
-    return Response(body, refusal.status, refusal.headers, media_type=JSON)
+    return OpenAIErrorResponse.of(error, dialect or ChatDialect()).to_response()

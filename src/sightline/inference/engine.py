@@ -1,6 +1,6 @@
 """The engine interface of the inference server: requests, counters and weight updates.
 
-An engine does not know about HTTP. It takes requests, delivers each when it is done, and changes
+An engine is independent of HTTP. It accepts requests, delivers each when it is done, and changes
 its weights between two steps.
 """
 

@@ -1,13 +1,12 @@
 """Error responses with a stable type, an HTTP status and, if a retry may help, `Retry-After`.
 
-Also reads request bodies with a size limit, and builds JSON responses."""
+Also reads request bodies with a size limit."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Awaitable, Callable
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -22,17 +21,17 @@ from sightline.errors import (
     Misaligned,
     PromptTooLong,
     SightlineError,
+    StoreFull,
     WeightsError,
     WireError,
 )
-from sightline.transport.http_server import receive_body
+from sightline.transport.http_server import json_response, receive_body
 from sightline.wire.generate import WEIGHTS_UNAVAILABLE, ErrorAnswer, ErrorBody
 
 RETRY_AFTER_S = 1
 MAX_BODY_BYTES = 64 << 20
 """Maximum size of a request body."""
 CLIENT_CLOSED = 499
-JSON = "application/json"
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -66,6 +65,7 @@ STATUS_BY_TYPE = {
     "media_unavailable": 503,
     WEIGHTS_UNAVAILABLE: 503,
     "stopping": 503,
+    "store_full": 507,
 }
 """HTTP status of each error type. See docs/serving_api.md."""
 
@@ -75,6 +75,7 @@ _TYPE_BY_CLASS: tuple[tuple[type[SightlineError], str], ...] = (
     (MediaMissing, "media_missing"),
     (MediaCorrupt, "media_corrupt"),
     (MediaUndecodable, "media_undecodable"),
+    (StoreFull, "store_full"),
     (MediaError, "media_refused"),
     (WireError, "schema"),
     (PromptTooLong, "too_long"),
@@ -115,26 +116,17 @@ def not_finite_error() -> EngineError:
     return build_engine_error("not_finite", "the model's logits are not finite", fix)
 
 
-def encode_error(error: EngineError) -> tuple[int, bytes, dict[str, str]]:
-    """Return the HTTP status, body and headers of an error."""
-    path = error.path if error.status == 400 else ""
-    body = ErrorBody(error.short_problem, error.kind, error.status, error.fix, path)
-    headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else {}
-    return error.status, msgspec.json.encode(ErrorAnswer(body)), headers
-
-
 async def read_body(http: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     return b"".join(await receive_body(http, max_bytes, "too_large"))
 
 
-def json_response(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type=JSON)
-
-
 def error_response(error: SightlineError) -> Response:
     """Return an error in the format of the generate protocol."""
-    status, body, headers = encode_error(to_engine_error(error))
-    return Response(body, status, headers, media_type=JSON)
+    refusal = to_engine_error(error)
+    path = refusal.path if refusal.status == 400 else ""
+    body = ErrorBody(refusal.short_problem, refusal.kind, refusal.status, refusal.fix, path)
+    headers = {"retry-after": str(RETRY_AFTER_S)} if refusal.status == 503 else {}
+    return json_response(ErrorAnswer(body), refusal.status, headers)
 
 
 def answer_errors(

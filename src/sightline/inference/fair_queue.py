@@ -45,7 +45,7 @@ class FairQueue:
         return calls[min(calls, key=lambda call: self._num_held[client, call])][0]
 
     def remove(self, request: EngineRequest) -> bool:
-        """Remove a request; return False if it is not waiting."""
+        """Remove a request. Return False if it is not waiting."""
         calls = self._waiting.get(request.client, {})
         choices = calls.get(id(request.owner), deque())
         if request not in choices:

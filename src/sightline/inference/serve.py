@@ -33,7 +33,7 @@ KEEP_ALIVE_S = 600
 SHUTDOWN_GRACE_S = 10
 BACKLOG = 2048
 ENGINE_DIED_EXIT_CODE = 70
-"""Exit code when the engine's loop has failed; its traceback is in the log."""
+"""Exit code when the engine's loop has failed. Its traceback is in the log."""
 
 
 @dataclass(frozen=True)

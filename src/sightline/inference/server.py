@@ -29,12 +29,16 @@ from sightline.inference.errors import (
     answer_errors,
     build_engine_error,
     error_response,
-    json_response,
     read_body,
 )
 from sightline.inference.validator import RequestValidator, ValidatedRequest
 from sightline.inference.weight_fetcher import WeightFetcher
-from sightline.transport.http_server import GuardMiddleware, RequestGuard, read_bearer
+from sightline.transport.http_server import (
+    GuardMiddleware,
+    RequestGuard,
+    json_response,
+    read_bearer,
+)
 from sightline.wire.generate import (
     WEIGHTS_UNAVAILABLE,
     AdoptRequest,
@@ -75,7 +79,7 @@ class ServerLease:
 
     @property
     def holder(self) -> str:
-        """The run that holds the lease; empty for none."""
+        """The run that holds the lease. Empty for none."""
         return self.run if time.monotonic() < self.until else ""
 
     def take(self, request: LeaseRequest) -> None:
@@ -100,7 +104,7 @@ class ServerLease:
         left_s = math.ceil(self.until - time.monotonic())
         return build_engine_error(
             "leased",
-            f"this server is leased to run {self.holder}, not to {requester}; the lease expires in "
+            f"this server is leased to run {self.holder}, not to {requester}. The lease expires in "
             f"{left_s} s unless that run renews it",
             "end the other run (find it with `sightline ls --ids`), or use another server",
         )

@@ -119,7 +119,7 @@ class ServerSpec(ConfigSection):
 
     @property
     def num_pixel_threads(self) -> int:
-        """Number of threads that decode images; by default half the cores, at most 8."""
+        """Number of threads that decode images. By default half the cores, at most 8."""
         return self.inference.pixel_threads or max(1, min(8, (os.cpu_count() or 1) // 2))
 
     @property

@@ -93,7 +93,7 @@ class RequestValidator:
         try:
             return _DECODER.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            # msgspec writes `[...]` for any key of a mapping; a family has one modality.
+            # msgspec writes `[...]` for any key of a mapping. A family has one modality.
             text = str(error).replace("[...]", f".{self.family.modality}")
             raise build_engine_error("schema", _describe_schema_error(text), _SEE_DOCS) from error
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sightline.errors import ConfigError, ResumeRefused, mask_from_now_on
+from sightline.regular_file import open_file, read_text
 from sightline.run import RunDir
 from sightline.run.rights import Rights, derive_rights
 from sightline.wire.file import add_checksum, hash_file, read_checked, write_atomic
@@ -83,7 +84,7 @@ def write_private(path: Path, text: str) -> None:
 def read_secret(run_dir: RunDir) -> str:
     """Return the secret of a run that was started."""
     try:
-        secret = (os.environ.get(SECRET_VARIABLE, "") or run_dir.secret.read_text()).strip()
+        secret = (os.environ.get(SECRET_VARIABLE, "") or read_text(run_dir.secret)).strip()
     except OSError as error:
         raise ConfigError(
             f"cannot read the run's secret: {error}",
@@ -107,7 +108,7 @@ def read_rights(run_dir: RunDir, name: str) -> Rights:
 def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
     """Lock the directory while the launcher is alive. The lock file names the launcher's process
     and machine. The system releases the lock in any case when the launcher ends."""
-    with open(run_dir.lock, "a") as file:
+    with open_file(run_dir.lock, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -116,7 +117,8 @@ def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
                 f"wait for it, or stop it first: `sightline stop {run_dir.path}`",
             ) from error
         file.truncate(0)
-        print(os.getpid(), socket.gethostname(), end="", file=file, flush=True)
+        file.write(f"{os.getpid()} {socket.gethostname()}".encode())
+        file.flush()
         yield
 
 

@@ -6,12 +6,10 @@ import asyncio
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from sightline.compute.weight_transport import find_transport
 from sightline.config import RunFile, SftFile, validate_config
@@ -45,7 +43,7 @@ from sightline.view.report import write_report
 from sightline.view.summary import print_summary, summarize
 
 
-@dataclass(frozen=True)
+@dataclass
 class RlJob(TrainingJob[RunFile]):
     """The job of `sightline rl`."""
 
@@ -121,7 +119,8 @@ class RlJob(TrainingJob[RunFile]):
         return ray_run.reserve(run_dir.read_id(), [spec for spec in specs if spec.name in placed])
 
     def release(self, file: RunFile, run_dir: RunDir) -> None:
-        run_dir.server_report.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only disk
+            run_dir.server_report.unlink(missing_ok=True)
         servers = list(list_wanted(run_dir, file.inference.servers))
         if servers:
             token = file.inference.read_control_token()
@@ -133,7 +132,7 @@ class RlJob(TrainingJob[RunFile]):
     def print_outcome(self, file: RunFile, run_dir: RunDir, stopped_by: str) -> None:
         """Print the summary and write the report."""
         extra = {"stopped_by": stopped_by} if stopped_by else {}
-        print_summary(summarize(run_dir, **extra), Console())
+        print_summary(summarize(run_dir, **extra))
         report = write_report(run_dir)
         # Print plain last lines for scripts.
         print(f"run: {show_path(run_dir.path)}")

@@ -40,13 +40,11 @@ def build_secrets(file: RunFile) -> str:
 
 def build_kubernetes(file: RunFile, text: str, overrides: Sequence[str]) -> str:
     """Return the manifests for a run whose run file contains `text`."""
-    settings = file.launch.kubernetes
-    required = {"image", "volume_claim"}
-    if not (required <= settings.keys() <= required | {"namespace", "node_selector", "env_from"}):
+    if file.launch.kubernetes is None:
         raise ConfigError(
-            f"[launch.kubernetes] has the keys {', '.join(settings) or 'none'}",
-            "set image (which docker/Dockerfile builds) and volume_claim (for the run directory); "
-            "namespace, node_selector and env_from are optional",
+            "the run file has no [launch.kubernetes]",
+            "set image (which docker/Dockerfile builds) and volume_claim (for the run directory) "
+            "there",
         )
     name, port = make_name(file.run.name), file.launch.port or HUB_PORT
     command = [file.launch.python, "-m", "sightline", "rl", "--plain", RUN_FILE, *overrides]
@@ -63,7 +61,7 @@ def build_kubernetes(file: RunFile, text: str, overrides: Sequence[str]) -> str:
     )
     return environment.get_template("kubernetes.yaml.jinja").render(
         name=name,
-        settings=settings,
+        settings=file.launch.kubernetes,
         port=port,
         run_file=text,
         jobs=[launcher, *others],

@@ -6,7 +6,10 @@ and returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hmac
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -20,24 +23,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 
-from sightline.errors import (
-    EngineError,
-    MediaCorrupt,
-    MediaError,
-    MediaMissing,
-    SightlineError,
-    StoreFull,
-)
-from sightline.inference.errors import (
-    Handler,
-    answer_errors,
-    error_response,
-    json_response,
-    read_body,
-)
+from sightline.errors import EngineError, MediaError, MediaMissing
+from sightline.inference.errors import Handler, answer_errors, json_response, read_body
 from sightline.media import MediaStore
 from sightline.media.files import BLOBS, GcReport
-from sightline.media.http_remote import CORRUPT, FULL, MISSING, GcRequest
+from sightline.media.http_remote import MISSING, GcRequest, derive_worker_token
 from sightline.media.ref import check_digest
 from sightline.transport.http_server import (
     SAFE_METHODS,
@@ -45,14 +35,12 @@ from sightline.transport.http_server import (
     RequestGuard,
     build_uvicorn_config,
     check_address,
-    encode_refusal,
+    read_bearer,
 )
 from sightline.transport.listen import bind_socket, check_tls, describe_link
 
 KEEP_ALIVE_S = 75
 MAX_GC_BYTES = 1 << 30
-
-_STATUSES: dict[type[MediaError], int] = {MediaMissing: MISSING, MediaCorrupt: CORRUPT}
 
 
 def is_control(method: str, path: str) -> bool:
@@ -64,24 +52,75 @@ def is_control(method: str, path: str) -> bool:
     return method == "DELETE" or name == "/gc" or (is_blob and not reads_part)
 
 
-def build_media_app(store: MediaStore, guard: RequestGuard) -> Starlette:
+@dataclass(frozen=True)
+class MediaGuard(RequestGuard):
+    """Also accepts the tokens of workers, and knows which images each of them has put.
+
+    A service that was restarted has forgotten them. A worker then fails its rollouts in progress,
+    which the run plays again.
+    """
+
+    put: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set), repr=False)
+    """The digests of the images that each worker has put."""
+
+    def is_token(self, given: str) -> bool:
+        return super().is_token(given) or bool(self._find_worker(given))
+
+    def find_refusal(
+        self, method: str, path: str, headers: Mapping[str, str], token: str = ""
+    ) -> EngineError | None:
+        refusal = super().find_refusal(method, path, headers, token)
+        if refusal is None and self._find_worker(read_bearer(headers)):
+            is_part = path.startswith(f"/{BLOBS}/media/") and method in SAFE_METHODS
+            if method == "DELETE" or not (is_part or path.startswith(("/media/", "/check"))):
+                fix = "use the service's token"
+                return EngineError("a worker's token does not allow this", fix, "control", 403)
+        return refusal
+
+    def add(self, http: Request, digest: str) -> None:
+        """Note that the sender of a request has put an image."""
+        if worker := self._find_worker(read_bearer(http.headers)):
+            self.put[worker].add(digest)
+
+    def hides(self, http: Request, digest: str) -> bool:
+        """Return whether an image is missing for the sender of a request."""
+        worker = self._find_worker(read_bearer(http.headers))
+        return bool(worker) and digest not in self.put[worker]
+
+    def _find_worker(self, given: str) -> str:
+        name = given.rpartition(".")[0]
+        is_own = bool(self.token and name) and hmac.compare_digest(
+            given.encode(), derive_worker_token(self.token, name).encode()
+        )
+        return name if is_own else ""
+
+
+def build_media_app(store: MediaStore, host: str, token: str, control_token: str = "") -> Starlette:
     """Return the ASGI application that serves the images and the parts of files in `store`."""
     blobs = MediaStore(Path(store.root) / BLOBS)
     check_room = partial(store.check_room, also=[blobs])
+    guard = MediaGuard(host, token, control_token, is_control)
     return Starlette(
-        routes=[Mount(f"/{BLOBS}", routes=_build_routes(blobs, check_room, any_bytes=True)),
-                *_build_routes(store, check_room, any_bytes=False)],
+        routes=[Mount(f"/{BLOBS}", routes=_build_routes(blobs, check_room, None)),
+                *_build_routes(store, check_room, guard)],
         middleware=[Middleware(GuardMiddleware, guard=guard)],
     )  # fmt: skip
 
 
 def _build_routes(
-    store: MediaStore, check_room: Callable[..., None], any_bytes: bool
+    store: MediaStore, check_room: Callable[..., None], guard: MediaGuard | None
 ) -> list[Route]:
-    """Return the routes of one store. It accepts only images unless `any_bytes`."""
+    """Return the routes of one store. Without a guard, it accepts any bytes, and every sender may
+    read them."""
+
+    def get_visible(http: Request) -> str:
+        digest = _get_digest(http)
+        if guard is not None and guard.hides(http, digest):
+            raise MediaMissing(f"image {digest[:12]} is not one of this worker", "put it first")
+        return digest
 
     async def read(http: Request) -> Response:
-        digest = _get_digest(http)
+        digest = get_visible(http)
         if http.method == "HEAD":
             has_image = await run_in_threadpool(store.has, digest)
             return Response(status_code=200 if has_image else MISSING)
@@ -98,16 +137,19 @@ def _build_routes(
             is_new = not store.has(digest)
             if is_new:
                 check_room(len(data))
-            if any_bytes:
+            if guard is None:
                 store.put_bytes(data)
             else:
                 store.put(data)
             return is_new
 
-        return Response(status_code=201 if await run_in_threadpool(put) else 200)
+        is_new = await run_in_threadpool(put)
+        if guard is not None:
+            guard.add(http, digest)
+        return Response(status_code=201 if is_new else 200)
 
     async def renew(http: Request) -> Response:
-        has_image = await run_in_threadpool(store.touch, _get_digest(http))
+        has_image = await run_in_threadpool(store.touch, get_visible(http))
         return Response(status_code=200 if has_image else MISSING)
 
     async def remove(http: Request) -> Response:
@@ -131,11 +173,11 @@ def _build_routes(
         return Response()
 
     def route(path: str, handler: Handler, *methods: str) -> Route:
-        return Route(path, answer_errors(handler, _respond), methods=list(methods))
+        return Route(path, answer_errors(handler), methods=list(methods))
 
     return [
         # Only gc removes images, because other runs may use them.
-        *([route("/media/{digest}", remove, "DELETE")] if any_bytes else []),
+        *([route("/media/{digest}", remove, "DELETE")] if guard is None else []),
         route("/media/{digest}", read, "GET", "HEAD"),
         route("/media/{digest}", write, "PUT"),
         route("/media/{digest}/renew", renew, "POST"),
@@ -166,28 +208,16 @@ def _get_digest(http: Request) -> str:
     return digest
 
 
-def _respond(error: SightlineError) -> Response:
-    """Return an error of the store with its HTTP status."""
-    if not isinstance(error, MediaError):
-        return error_response(error)
-    status = _STATUSES.get(type(error), 400)
-    if isinstance(error, StoreFull):
-        status = FULL
-    elif isinstance(error.__cause__, OSError):
-        status = 503
-    refusal = EngineError(error.problem, error.fix, type(error).__name__, status)
-    return Response(encode_refusal(refusal), status, media_type="application/json")
-
-
-def serve_media(store: MediaStore, guard: RequestGuard, port: int, cert: str, key: str) -> None:
+def serve_media(
+    store: MediaStore, host: str, port: int, token: str, control_token: str, cert: str, key: str
+) -> None:
     """Serve until SIGTERM or SIGINT, with TLS if `cert` and `key` name files."""
-    host = guard.host
-    check_address(host, guard.token, "--token")
+    check_address(host, token, "--token")
     tls = check_tls(cert, key, host)
     store.check_writable()
     listening = bind_socket(host, port)
     config = build_uvicorn_config(
-        build_media_app(store, guard), timeout_keep_alive=KEEP_ALIVE_S, **tls
+        build_media_app(store, host, token, control_token), timeout_keep_alive=KEEP_ALIVE_S, **tls
     )
     listening.listen()
     link = describe_link(host, listening.getsockname()[1], has_tls=bool(tls))

@@ -30,9 +30,9 @@ class ProcessSpec:
     threads: int
     variables: dict[str, str] = field(default_factory=dict)
     python: str = ""
-    """Python interpreter; empty for the launcher's."""
+    """Python interpreter. Empty for the launcher's."""
     host: Sequence[str] = ()
-    """Command prefix that runs a command on the process's machine; empty for this machine."""
+    """Command prefix that runs a command on the process's machine. Empty for this machine."""
     resources: Resources = Resources()
 
     @property

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sightline.regular_file import read_bytes, read_text
+
 STOPPED_AFTER_S = 3.0
 """Shorter stops are not reported, because debuggers and shells stop processes briefly."""
 MARK_VARIABLE = "SIGHTLINE_PROCESS"
@@ -26,9 +28,9 @@ MAX_LOG_BYTES, LOG_TAIL_BYTES = 64 << 20, 32 << 20
 
 
 def _read_stat(pid: int) -> tuple[str, int]:
-    """Return a process's state and parent; an empty string and 0 if it is gone."""
+    """Return a process's state and parent, or an empty string and 0 if it is gone."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        words = read_text(f"/proc/{pid}/stat", errors="replace").rpartition(")")[2].split()
     except OSError:
         return "", 0
     return words[0], int(words[1])
@@ -54,7 +56,7 @@ class StoppedProcessWatch:
             if now - since >= self.after_s and (name, pid) not in self._named:
                 self._named.add((name, pid))
                 self.tell(
-                    f"a signal stopped {name} (process {pid}) {now - since:.0f} s ago; continue "
+                    f"a signal stopped {name} (process {pid}) {now - since:.0f} s ago. Continue "
                     f"it with `kill -CONT {pid}`"
                 )
         for name, pid in self._since.keys() - stopped:
@@ -91,7 +93,7 @@ def find_marked(run_dir: Path) -> dict[int, str]:
             continue
         parents[pid] = parent
         with suppress(OSError):
-            for variable in (folder / "environ").read_bytes().split(b"\0"):
+            for variable in read_bytes(folder / "environ").split(b"\0"):
                 key, _, mark = os.fsdecode(variable).partition("=")
                 path, _, name = mark.rpartition(":")
                 if key == MARK_VARIABLE and Path(path).resolve() == home:

@@ -19,18 +19,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from tempfile import TemporaryFile
 
 from sightline.config import RunFile
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.launch.claim import read_secret
 from sightline.launch.process_spec import ProcessSpec
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
+from sightline.regular_file import open_file, read_text
 from sightline.run import RunDir
 from sightline.run.machine import build_environ
 from sightline.run.rights import derive_rights
 from sightline.run.run_dir import show_path
 from sightline.transport.listen import bind_socket
+from sightline.wire.file import build_disk_full
 from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
 POLL_S = 0.2
@@ -108,7 +110,7 @@ class Processes:
         if spec.name in self._running:
             kill_marked(self.run_dir.path, [spec.name])
         self._restarting.discard(spec.name)
-        log = open(self.run_dir.logs / f"{spec.name}.log", "ab")  # noqa: SIM115
+        log = open_file(self.run_dir.logs / f"{spec.name}.log", "ab")
         self.run_dir.error_file(spec.name).unlink(missing_ok=True)
         with log:
             self._running[spec.name] = process = subprocess.Popen(
@@ -131,9 +133,6 @@ class Processes:
 
     def exit_code(self, name: str) -> int | None:
         return self._running[name].poll()
-
-    def pid(self, name: str) -> int:
-        return self._running[name].pid
 
     def list_pids(self) -> dict[str, int]:
         """Return the running processes by name."""
@@ -163,7 +162,7 @@ class Processes:
     def resident_bytes(self, name: str) -> int:
         """Return a process's resident memory; 0 if it has just ended."""
         try:
-            pages = Path(f"/proc/{self._running[name].pid}/statm").read_text().split()[1]
+            pages = read_text(f"/proc/{self._running[name].pid}/statm").split()[1]
         except (OSError, IndexError):
             return 0
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -192,7 +191,8 @@ class Processes:
             process.kill()
             process.wait()
         for file in self.run_dir.logs.glob(".*.reserved"):  # of killed processes
-            file.unlink(missing_ok=True)
+            with suppress(OSError):  # a read-only disk
+                file.unlink(missing_ok=True)
 
     def explain_exit(self, name: str, exit_code: int) -> ProcessFailed:
         """Explain why a process ended, from its error file if it has written one."""
@@ -206,18 +206,24 @@ class Processes:
         can_resume = self.run_dir.progress.parent.is_dir()
         resume = f"then resume with `{self.resume_command}`" * can_resume
         with suppress(OSError, ValueError):  # it may be missing, or incomplete on a full disk
-            error = json.loads(file.read_text())
+            error = json.loads(read_text(file))
             fix = "; ".join(part for part in (error["fix"], resume) if part)
             return ProcessFailed(f"{name} {how}: {error['problem']}", fix)
+        try:
+            with TemporaryFile(dir=self.run_dir.logs):
+                pass
+        except OSError as error:  # the process could not write why it ended
+            problem = build_disk_full(self.run_dir.logs, error)
+            return ProcessFailed(f"{name} {how}: {problem.problem}", f"{problem.fix}; {resume}")
         line = _find_last_line(log)
-        last = f"; the last line of its log: {line}" if line and exit_code > 0 else ""
+        last = f". The last line of its log: {line}" if line and exit_code > 0 else ""
         fix = ", ".join(part for part in (f"see {log}", resume) if part)
         return ProcessFailed(f"{name} {how}{last}", fix)
 
 
 def _find_last_line(log: Path) -> str:
     """Return the end of a log's last line. The log and the line may be huge."""
-    with suppress(OSError), open(log, "rb") as file:
+    with suppress(OSError), open_file(log) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - NUM_TAIL_BYTES))
         lines = file.read().replace(b"\0", b"").decode(errors="replace").strip().splitlines()
         return lines[-1][-NUM_SHOWN_CHARS:] if lines else ""
@@ -286,50 +292,46 @@ def temporary_server(
     words = ["serve", str(model), "--media", str(media), "--port", "0", "--threads", str(threads)]
     process = start_sightline([*words, *more], threads)
     try:
-        yield read_address(process)
+        yield read_address(process, model)
     finally:
         process.terminate()
         process.communicate()
 
 
-def read_address(server: subprocess.Popen[str]) -> str:
-    """Wait until a server listens, and return its address."""
+def read_address(server: subprocess.Popen[str], model: Path) -> str:
+    """Wait until a server of `model` listens, and return its address."""
     assert server.stdout is not None
     # An engine may print other lines first.
     listening = next((line for line in server.stdout if line.startswith("serving ")), "")
     if not listening:
-        raise ProcessFailed("the server exited while starting", "see its output above")
+        raise ProcessFailed(
+            f"{model} cannot be served; the error above says why",
+            "fix what it names; `sightline serve` repeats it",
+        )
     return listening.split()[-1]
 
 
-class SignalCounter:
-    """Counts SIGINT, SIGTERM and SIGHUP instead of ending the process. Under `nohup`, SIGHUP stays
-    ignored."""
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> SignalCounter:
-        ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        numbers = [n for n in self.NUMBERS if n != signal.SIGHUP or not ignores_hangup]
-        self._before = {number: signal.signal(number, self._count) for number in numbers}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+@contextmanager
+def collect_signals() -> Iterator[list[int]]:
+    """Yield a list that collects SIGINT, SIGTERM and SIGHUP instead of ending the process. Under
+    `nohup`, SIGHUP stays ignored."""
+    received: list[int] = []
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {n: signal.signal(n, lambda n, frame: received.append(n)) for n in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _count(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
 
 
 def watch_processes(
     processes: Processes,
     leader: str,
     update_view: Callable[[], None],
-    signals: SignalCounter,
+    signals: Sequence[int],
     supervise: Callable[[], None] = lambda: None,
 ) -> bool:
     """Wait until `leader` ends, and return whether a signal stopped it.
@@ -348,12 +350,12 @@ def watch_processes(
                 time.sleep(2 * POLL_S)
                 _wait_for_cause(processes)
                 break
-            if signals.count > 1:
+            if len(signals) > 1:
                 raise ProcessFailed(
                     "killed by a second signal",
                     f"resume with `{processes.resume_command}`",
                 )
-            if signals.count and not stop_requested:
+            if signals and not stop_requested:
                 stop_requested = True
                 processes.signal(leader, signal.SIGTERM)
         if stop_requested and processes.exit_code(leader) == -signal.SIGTERM:

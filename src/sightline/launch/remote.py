@@ -20,15 +20,16 @@ from urllib.parse import urlsplit
 
 from sightline.config import RunFile, SftFile, dump_checked_toml, load_config
 from sightline.errors import ConfigError, SightlineError, clean_text
-from sightline.launch.claim import SECRET_VARIABLE, read_rights
+from sightline.launch.claim import SECRET_VARIABLE, read_rights, write_private
 from sightline.launch.process_spec import build_local_spec
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
 from sightline.launch.processes import STOP_TIMEOUT_S, Processes, reserve_port
 from sightline.launch.torchrun import build_rank_spec, open_rendezvous
 from sightline.media.stored_file import open_blobs
+from sightline.regular_file import is_private, open_file, read_bytes, read_text
 from sightline.run import RunDir
 from sightline.run.machine import build_environ
-from sightline.run.mirror import COPIED, join, write_file
+from sightline.run.mirror import COPIED, MEDIA_TOKEN, join, write_file
 from sightline.run.rights import derive_rights
 from sightline.transport.listen import find_own_address
 from sightline.transport.zmq_channel import Spoke
@@ -97,21 +98,28 @@ def run_elsewhere(
 def _remove_left_copies(scratch: Path) -> None:
     """Remove copies that killed processes left behind. No process holds their locks."""
     for path in scratch.glob(f"{PREFIX}*/{COPIED}"):
-        with suppress(OSError), open(path) as mark:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)
+        with suppress(OSError):
+            if not is_private(path.parent):  # anybody may write to the scratch folder
+                continue
+            with open_file(path, follow_links=False) as mark:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def make_copy(name: str, hub: str, run_dir: RunDir, rights: str) -> None:
     """Fill `run_dir` with the files that process `name` needs from the run at `hub`. The copy
     contains the process's `rights` instead of the run's secret."""
     run_dir.make()
-    with open(os.open(run_dir.secret, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-        file.write(rights)
+    write_private(run_dir.secret, rights)
     files = {file.name: file for file in join(name, hub, read_rights(run_dir, name).channel)}
     for first in ("config.toml", "run_id"):
         write_file(run_dir.path, files.pop(first), None)
     config = load_config(RunFile, run_dir.config)
+    if token := files.pop(MEDIA_TOKEN, None):
+        path = run_dir.inside(MEDIA_TOKEN)
+        write_private(path, token.data.decode())
+        media = config.media.model_copy(update={"token": f"file:{path}", "control_token": ""})
+        config = config.model_copy(update={"media": media})
     # The trainer removes the parts that only it fetches.
     is_trainer = name.startswith("trainer")
     blobs = open_blobs(config.media.root, config.media.read_token(for_control=is_trainer))
@@ -148,7 +156,7 @@ def _send_error(name: str, hub: str, run_dir: RunDir) -> None:
     with suppress(OSError, SightlineError):
         file = run_dir.error_file(name)
         spoke = Spoke(hub, name, read_rights(run_dir, name).channel)
-        change = FileChange(f"logs/{file.name}", file.read_bytes())
+        change = FileChange(f"logs/{file.name}", read_bytes(file))
         spoke.send(control.encode(FileChanges((change,))))
         spoke.close()
 
@@ -158,7 +166,7 @@ def _run_child(name: str, hub: str, run_dir: RunDir, words: Sequence[str], threa
     is_server = name.startswith("server")
     address = _choose_address(name, hub, run_dir) if is_server else None
     words = ["process", name, str(run_dir.path), "--hub", hub, *words]
-    words += ["--server", address.read_text()] if address is not None else []
+    words += ["--server", read_text(address)] if address is not None else []
     child = subprocess.Popen(
         [sys.executable, "-m", "sightline", *words, "--parent", str(os.getpid())],
         stdin=subprocess.DEVNULL,
@@ -170,7 +178,7 @@ def _run_child(name: str, hub: str, run_dir: RunDir, words: Sequence[str], threa
         signal.signal(number, lambda number, frame: child.send_signal(number))
     spoke = Spoke(hub, name, read_rights(run_dir, name).channel)
     spoke.send(
-        control.encode(FileChanges((FileChange(f"logs/{address.name}", address.read_bytes()),)))
+        control.encode(FileChanges((FileChange(f"logs/{address.name}", read_bytes(address)),)))
     )
     try:
         while (exit_code := child.poll()) is None:

@@ -11,6 +11,7 @@ from sightline.config.load import validate_config
 from sightline.errors import ConfigError
 from sightline.families import load_family
 from sightline.launch.checks.servers import check_external_servers
+from sightline.regular_file import read_bytes
 from sightline.run import RunDir
 from sightline.run.server_changes import (
     DRAIN,
@@ -82,6 +83,6 @@ def describe_servers(run_dir: RunDir, config: RunFile) -> str:
 def read_reports(run_dir: RunDir) -> list[ServerStatus]:
     """Return the orchestrator's last report on each server."""
     with suppress(FileNotFoundError):
-        data = run_dir.server_report.read_bytes()
+        data = read_bytes(run_dir.server_report)
         return msgspec.json.decode(data, type=list[ServerStatus])
     return []

@@ -95,7 +95,7 @@ def submit(script: str) -> str:
         ["sbatch", "--parsable"],
         script,
         "sbatch refused the job",
-        "submit from a login node; check `sinfo`, and the options in [launch.slurm] and "
+        "submit from a login node. Check `sinfo`, and the options in [launch.slurm] and "
         "[launch.resources] with --dry-run",
     )
     return output.strip().partition(";")[0]

@@ -29,6 +29,7 @@ from sightline.launch.run_plan import (
 )
 from sightline.launch.supervision import resolve_workers
 from sightline.launch.training_run import resume_run, start_run
+from sightline.regular_file import read_text
 from sightline.run import RunDir
 from sightline.view.run_status import STOPPED, get_status
 
@@ -101,14 +102,14 @@ def _build_files(
             "--resume does not work with --on kubernetes",
             "apply the same manifests again: the launcher resumes the run by itself",
         )
-    return {"sightline.yaml": build_kubernetes(file, path.read_text(), overrides)}
+    return {"sightline.yaml": build_kubernetes(file, read_text(path), overrides)}
 
 
 def _write_secrets(file: RunFile, output: Path) -> None:
     """Write the secrets that the manifests refer to, and print how to start the run."""
     write_private(output / SECRETS, build_secrets(file))
     print(f"wrote {output / SECRETS}: delete it once the cluster has it")
-    space = file.launch.kubernetes.get("namespace")
+    space = file.launch.kubernetes and file.launch.kubernetes.namespace
     name, space = make_name(file.run.name), f" -n {space}" if space else ""
     print(
         f"start: kubectl create secret generic {name}-secret --from-env-file={output}/{SECRETS}"
@@ -140,8 +141,8 @@ def run_job(
     try:
         if resume:
             run_dir = resume_run(job, resume, overrides)
-        elif record.exists() and Path(record.read_text()).is_dir():
-            run_dir = resume_run(job, Path(record.read_text()), [], file)
+        elif record.exists() and Path(read_text(record)).is_dir():
+            run_dir = resume_run(job, Path(read_text(record)), [], file)
         else:
             run_dir = start_run(job, file, record_run)
         was_preempted = was_preempted and get_status(run_dir).state == STOPPED

@@ -29,7 +29,7 @@ from sightline.config import (
 )
 from sightline.errors import ConfigError, ProcessFailed, ResumeRefused, SightlineError
 from sightline.launch.checks.model import describe_family, resolve_model
-from sightline.launch.checks.table import SETTINGS, STORE, Facts, Report, ignore, run_checks
+from sightline.launch.checks.table import SETTINGS, STORE, Facts, Report, run_checks
 from sightline.launch.claim import (
     check_model_unchanged,
     claim_run_dir,
@@ -41,9 +41,9 @@ from sightline.launch.process_spec import ProcessSpec, build_local_spec
 from sightline.launch.process_watch import StoppedProcessWatch, bound_logs, kill_marked
 from sightline.launch.processes import (
     Processes,
-    SignalCounter,
     TrainerWatchdog,
     call_view,
+    collect_signals,
     num_cores,
     watch_processes,
 )
@@ -74,18 +74,23 @@ class TrainingJob(ABC, Generic[AnyRun]):
     """Name of the trainer's rank 0."""
     plain: bool
     """Whether to print plain lines instead of the live view."""
+    _printed_description = ""
+    """The model's properties that were printed. The runs of a sweep do not repeat them."""
 
     def resolve(self, file: AnyRun) -> AnyRun:
         """Return the run file with the settings that depend on this machine."""
         return file
 
-    def check(self, file: AnyRun, run_dir: RunDir, report: Report = ignore) -> None:
+    def check(self, file: AnyRun, run_dir: RunDir, report: Report = lambda *finding: None) -> None:
         """Run the checks that need the model, and print its properties."""
         facts = Facts(run_dir, file)
         with contextlib.chdir("."):  # building an environment may change the working directory
             run_checks(facts, self.command, report)
         engine = file.inference.engine if isinstance(file, RunFile) else ""
-        print(describe_family(file.model, facts.family, engine))
+        description = describe_family(file.model, facts.family, engine)
+        if description != self._printed_description:
+            print(description)
+        self._printed_description = description
 
     @abstractmethod
     def count_trainer_threads(self, file: AnyRun) -> int:
@@ -202,7 +207,7 @@ def _run(
     try:
         # These were left by an earlier launcher that was killed.
         kill_marked(run_dir.path, [spec.name for spec in specs])
-        with job.reserve(file, run_dir, specs), sinks, SignalCounter() as signals:
+        with job.reserve(file, run_dir, specs), sinks, collect_signals() as signals:
             for spec in specs:
                 processes.start(spec)
             was_stopped = watch_processes(processes, job.leader, view.update, signals, supervise)
@@ -215,7 +220,7 @@ def _run(
         call_view(view.close)
     stopped_by = failure.problem if failure else SIGNAL if was_stopped else ""
     # A second signal raises an error, but counts as a signal.
-    was_stopped = was_stopped or (failure is not None and signals.count > 1)
+    was_stopped = was_stopped or (failure is not None and len(signals) > 1)
     outcome = "stopped" if was_stopped else "failed" if failure else "finished"
     events.write("end", outcome=outcome, problem=stopped_by, fix=failure.fix if failure else "")
     try:
@@ -290,5 +295,5 @@ def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
         bound_logs(run_dir.logs)
 
     processes.start(spec)
-    watch_processes(processes, spec.name, lambda: None, SignalCounter(), supervise)
+    watch_processes(processes, spec.name, lambda: None, (), supervise)
     return True

@@ -17,6 +17,7 @@ from pathlib import Path
 from sightline.errors import MediaCorrupt, MediaError
 from sightline.media import files
 from sightline.media.ref import is_digest, verify_bytes
+from sightline.regular_file import open_file
 
 NUM_FOLDERS = 256
 _USED_AFTER_S = 60.0
@@ -48,7 +49,7 @@ class DiskCache:
     def find(self, digest: str) -> bytes | None:
         path = self._get_path(digest)
         try:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 is_old = abs(time.time() - os.fstat(file.fileno()).st_mtime) > _USED_AFTER_S
                 data = self.verify(digest, file.read())
         except MediaCorrupt:
@@ -91,7 +92,7 @@ class DiskCache:
 
 
 def _make_room(folder: Path, max_bytes: int) -> int:
-    """Remove the least recently used files above `max_bytes`; return the bytes that are left."""
+    """Remove the least recently used files above `max_bytes`. Return the bytes that are left."""
     entries: list[tuple[float, int, str]] = []
     for entry in os.scandir(folder):
         if entry.name.startswith(files.TEMPORARY_PREFIX):  # a killed writer's

@@ -1,7 +1,7 @@
 """Image decoding: the only place where Pillow opens an image.
 
 Bytes and PIL images are rotated by their EXIF orientation, then converted as
-`image.convert("RGB")` does, like the Pillow image processors of transformers: alpha is dropped, not
+`image.convert("RGB")` does, like the Pillow image processors of transformers. Alpha is dropped, not
 blended with a background. 16-bit grey is an exception. Pillow would turn every value above 255
 white, so the high byte of each value is used, as Pillow does with 16-bit colour. Colour profiles
 are ignored, and only the first frame of an animation is used.

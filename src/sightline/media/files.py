@@ -7,7 +7,6 @@ data is written.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import itertools
 import math
@@ -19,12 +18,13 @@ import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from sightline.errors import MediaCorrupt, MediaError
+from sightline.errors import MediaCorrupt, MediaError, NotRegularFile
 from sightline.media.ref import is_digest
+from sightline.regular_file import open_file, read_text
 
 RENEW_AFTER_S = 600.0
 """A use renews a file's time if it is older than this. The minimum ages of gc are far higher."""
@@ -36,10 +36,35 @@ BLOBS = "blobs"
 """The folder for parts of files. A run's lease on the images covers it."""
 TEMPORARY_PREFIX = ".tmp-"
 
+MIN_INODES = 64
+"""A disk with fewer free inodes counts as full. One step of a run creates about ten files."""
 _BATCH = 256
 """Number of files that gc checks under one lock, which blocks writers."""
 _TEMPORARY_MIN_AGE_S = 60.0
 """A younger temporary file may belong to a live writer."""
+
+
+class FreeSpace(NamedTuple):
+    """The free bytes and inodes of a disk."""
+
+    num_bytes: int
+    """The bytes that this user can write; 0 without inodes, since no file can be created."""
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def measure_free_space(path: Path) -> FreeSpace:
+    """Return the free space on the disk of `path`, which need not exist yet."""
+    path = path.absolute()
+    disk = os.statvfs(next(p for p in (path, *path.parents) if p.exists()))
+    # Some file systems, such as btrfs, have no fixed number of inodes and report 0 of 0.
+    if disk.f_files and disk.f_favail < MIN_INODES:
+        few = f"{disk.f_favail} free inodes, fewer than {MIN_INODES} (see `df -i`)"
+        return FreeSpace(0, few)
+    num_bytes = disk.f_bavail * disk.f_frsize
+    return FreeSpace(num_bytes, f"{num_bytes} bytes free")
 
 
 @contextmanager
@@ -65,26 +90,17 @@ def is_regular(path: Path) -> bool:
 
 
 def open_image(path: Path) -> BinaryIO:
-    """Open a regular file, without following a link or waiting for a pipe's writer."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        mode = os.fstat(fd).st_mode
-        if stat.S_ISREG(mode):
-            return open(fd, "rb")
-        os.close(fd)
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise
-    raise MediaCorrupt(
-        f"image {path.name[:12]} is not a regular file",
-        "put the image again, which replaces the link, pipe or device",
-    )
+        return open_file(path, follow_links=False)
+    except NotRegularFile as error:
+        raise MediaCorrupt(
+            f"image {path.name[:12]} is not a regular file",
+            "put the image again, which replaces the link, pipe or device",
+        ) from error
 
 
 def write(root: Path, path: Path, data: bytes) -> bool:
-    """Write `data` to `path` durably; return whether it was new.
+    """Write `data` to `path` durably. Return whether it was new.
 
     If the file already has these bytes, only its time is renewed. Other bytes at this path are
     damaged, and are replaced.
@@ -112,11 +128,11 @@ def write_atomic(
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def renew_last_use(root: Path, path: Path) -> bool:
-    """Set the file's last use to now; return False if it is gone.
+    """Set the file's last use to now. Return False if it is gone.
 
     A process without write access leaves the time unchanged.
     """
@@ -159,7 +175,7 @@ def check_lease_name(name: str) -> str:
 
 def _read_lease(path: Path) -> float | None:
     try:
-        return float(path.read_text() or path.stat().st_mtime)
+        return float(read_text(path) or path.stat().st_mtime)
     except FileNotFoundError:
         return None
 
@@ -208,10 +224,11 @@ def _make_directory(path: Path, root: Path) -> None:
     root.mkdir(0o700, parents=True, exist_ok=True)
     for directory in (path.parent, path):
         directory.mkdir(exist_ok=True)
-        _sync_directory(directory.parent)
+        sync_directory(directory.parent)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Sync the names in a folder to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

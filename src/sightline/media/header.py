@@ -118,7 +118,7 @@ class ImageHeader(NamedTuple):
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """Return the header of a complete PNG, JPEG, WebP or GIF; raise `MediaRefused` otherwise."""
+    """Return the header of a complete PNG, JPEG, WebP or GIF. Raise `MediaRefused` otherwise."""
     for name, pattern, walk in _FORMATS:
         if pattern.match(data):
             width, height, exif, decoder_bytes = walk(data)
@@ -129,7 +129,7 @@ def read_header(data: bytes) -> ImageHeader:
     raise MediaRefused(
         f"{len(data)} bytes that begin with {data[:12]!r} are not a PNG, JPEG, WebP, GIF, MP4 or "
         "WebM",
-        "convert it to one of these formats; the bytes count, not the name",
+        "convert it to one of these formats. The bytes count, not the name",
     )
 
 
@@ -187,7 +187,7 @@ def _iter_chunks(data: bytes, at: int, end: int, is_png: bool) -> Iterator[tuple
         else:
             kind, length = struct.unpack_from("<4sI", data, at)
         start, stop = at + 8, at + 8 + length
-        # A checksum follows in a PNG; in a WebP, bodies are padded to an even length.
+        # A checksum follows in a PNG. In a WebP, bodies are padded to an even length.
         at = stop + (4 if is_png else length & 1)
         if (at if is_png else stop) > end:
             raise _broken(name, f"chunk {kind!r} needs {length} bytes, {end - start} follow")

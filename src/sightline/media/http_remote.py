@@ -6,6 +6,8 @@ GET  /media                       every digest with its size, as JSON
 PUT, DELETE /leases/NAME          a run's lease
 POST /gc                          remove unused images
 
+With a worker's token (`derive_worker_token`), every image that it has not put is missing.
+
 The same routes below /blobs are for parts of files: any bytes, which DELETE removes. If the service
 has a control token, every removal requires it, and so does everything below /blobs except reading
 a known digest.
@@ -13,6 +15,7 @@ a known digest.
 
 from __future__ import annotations
 
+import hmac
 import http.client
 import ssl
 import weakref
@@ -25,13 +28,22 @@ from sightline.errors import CERTIFICATE_FIX, MediaCorrupt, MediaError, StoreFul
 from sightline.media import files
 from sightline.media.remote import Unavailable, retry
 
-MISSING, TOO_SLOW, CORRUPT, TOO_MANY, FULL = 404, 408, 422, 429, 507
+MISSING, TOO_SLOW, TOO_MANY, FULL = 404, 408, 429, 507
+_KINDS = {"media_corrupt": MediaCorrupt, "store_full": StoreFull}
 _GC_TIMEOUT_S = 3600.0
 _NUM_SHOWN = 200
 _NO_SERVICE = (404, 405, 501)
 _NO_SERVICE_FIX = (
     "check host and port in [media] root (or --store): `sightline media serve` prints its address"
 )
+
+
+def derive_worker_token(token: str, name: str) -> str:
+    """Return a token of the service for one worker, which reads only the images that it has put.
+    It does not reveal the service's `token`."""
+    return (
+        f"{name}.{hmac.digest(token.encode(), f'sightline:media:{name}'.encode(), 'sha256').hex()}"
+    )
 
 
 class GcRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,7 +125,7 @@ class HttpRemote:
         timeout_s: float | None = None,
         max_bytes: int | None = None,
     ) -> tuple[int, bytes]:
-        """Return the status and body of a response; raise unless the status is in `ok`."""
+        """Return the status and body of a response. Raise unless the status is in `ok`."""
         headers = {"content-type": kind}
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
@@ -167,9 +179,9 @@ class HttpRemote:
             return http.client.HTTPSConnection(host, port, context=self._tls)
 
     def _build_error(self, status: int, data: bytes) -> Exception:
-        problem, fix = data[:_NUM_SHOWN].decode(errors="replace"), "see the service's log"
+        problem, fix, kind = data[:_NUM_SHOWN].decode(errors="replace"), "see the service's log", ""
         if refusal := _read_refusal(data):
-            problem, fix = refusal
+            problem, fix, kind = refusal
         if status in (TOO_SLOW, TOO_MANY) or (status >= 500 and status != FULL):
             return Unavailable(f"{status} {problem}")
         if status in (401, 403):
@@ -180,15 +192,14 @@ class HttpRemote:
             fix = (
                 f"set [media] {name} (or --token) to env:NAME or file:PATH of the service's {name}"
             )
-        kinds = {CORRUPT: MediaCorrupt, FULL: StoreFull}
-        return kinds.get(status, MediaError)(f"{self.address} answered {status}: {problem}", fix)
+        return _KINDS.get(kind, MediaError)(f"{self.address} answered {status}: {problem}", fix)
 
 
-def _read_refusal(data: bytes) -> tuple[str, str] | None:
-    """Return the problem and fix of a media service's error; None for any other body."""
+def _read_refusal(data: bytes) -> tuple[str, str, str] | None:
+    """Return the problem, fix and type of a media service's error; None for any other body."""
     try:
         error = msgspec.json.decode(data)["error"]
-        return str(error["message"]), str(error["fix"])
+        return str(error["message"]), str(error["fix"]), str(error["type"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return None
 

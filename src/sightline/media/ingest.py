@@ -11,9 +11,9 @@ The declared type of a url is not trusted. The bytes determine the type.
 from __future__ import annotations
 
 import binascii
+import errno
 import math
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterable
 from hashlib import sha256
@@ -34,6 +34,7 @@ from sightline.media.fetch import HostResolver, fetch, resolve_host
 from sightline.media.header import ImageLimits
 from sightline.media.ref import URL_PREFIX, MediaRef, is_digest
 from sightline.media.store import MediaStore
+from sightline.regular_file import open_file
 
 _MAX_SEEN_URLS = 8_192
 
@@ -157,24 +158,24 @@ class ImageIngestor:
         root = next((root for root in self.file_roots if path.is_relative_to(root)), None)
         if root is None:
             raise MediaRefused(f"{name} is not below an allowed file root", _FIX_FILE)
-        return self._put(self._read(root, path))
+        return self._put(self._read(path))
 
     def _from_http(self, url: str) -> MediaRef:
         max_bytes = self.store.limits.max_bytes
         return self._put(fetch(url, self.http_hosts, max_bytes, self.timeout_s, self._resolve))
 
-    def _read(self, root: Path, path: Path) -> bytes:
+    def _read(self, path: Path) -> bytes:
         try:
-            fd = _open_below(root, path)
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
             try:
-                status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode):
-                    raise MediaRefused(f"{path} is not a regular file", _FIX_FILE)
-                self.store.limits.check_bytes(status.st_size)
-                with open(fd, "rb", closefd=False) as file:
+                opened = f"/proc/self/fd/{place}"
+                if os.readlink(opened) != str(path):  # through a link added since the check
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                with open_file(opened) as file:
+                    self.store.limits.check_bytes(os.fstat(file.fileno()).st_size)
                     return file.read(self.store.limits.max_bytes + 1)
             finally:
-                os.close(fd)
+                os.close(place)
         except OSError as error:
             raise MediaRefused(f"cannot read {path}: {error.strerror}", _FIX_FILE) from error
 
@@ -191,31 +192,6 @@ def read_data_url(url: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
         return binascii.a2b_base64(text, strict_mode=True)
     except ValueError as error:
         raise MediaRefused(f"a data url whose base64 is bad: {error}", _FIX_DATA) from error
-
-
-def _open_below(root: Path, path: Path) -> int:
-    """Open the file at `path`, folder by folder from `root`.
-
-    Links that were added to the path since it was checked are refused.
-    """
-    if path == root:
-        return os.open(path, _FILE)
-    *folders, name = path.relative_to(root).parts
-    folder = os.open(root, _FOLDER)
-    try:
-        for part in folders:
-            inner = os.open(part, _FOLDER, dir_fd=folder)
-            os.close(folder)
-            folder = inner
-        return os.open(name, _FILE, dir_fd=folder)
-    finally:
-        os.close(folder)
-
-
-# O_PATH: the folders along the path need not be readable.
-_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW
-# Opening a pipe must not wait for its writer.
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def _resolve_root(root: Path) -> Path:

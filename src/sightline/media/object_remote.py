@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -105,6 +106,10 @@ class ObjectRemote:
 
     def list_sizes(self) -> list[tuple[str, int]]:
         return [(digest, size) for digest, size, _ in self._list_images()]
+
+    def upload(self, key: str, file: Path) -> None:
+        """Write a file that is not an image, such as a table of samples, under `key`."""
+        self._retry(lambda: self._put(key, file))
 
     def check_writable(self) -> None:
         self._read_clock()
@@ -261,7 +266,7 @@ class ObjectRemote:
         except FileNotFoundError:
             return None
 
-    def _put(self, key: str, data: bytes) -> None:
+    def _put(self, key: str, data: bytes | Path) -> None:
         self._call(lambda: self._obstore.put(self._store, key, data))
 
     def _once(self, call: Callable[[], Value]) -> Value:
@@ -285,7 +290,8 @@ class ObjectRemote:
             if any(code in str(error) for code in _NO_BUCKET):
                 raise MediaError(
                     f"no such bucket: {self.address}",
-                    "check the name in [media] root or --store, or create the bucket",
+                    "check the name in [media] root, --store or [logging] upload_samples_to, or "
+                    "create the bucket",
                 ) from error
             if isinstance(error, refusals):
                 raise MediaError(
@@ -303,7 +309,7 @@ def _get_key(digest: str) -> str:
 
 
 def _find_digest(key: str) -> str:
-    """Return the digest of the image at `key`; empty for other objects."""
+    """Return the digest of the image at `key`. Empty for other objects."""
     digest = key.rpartition("/")[2]
     return digest if is_digest(digest) and key == _get_key(digest) else ""
 

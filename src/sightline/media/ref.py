@@ -26,7 +26,7 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     digest: str
     """64 lowercase hex characters."""
     mime: str
-    """The type of the bytes, detected from them; one of `MIMES`."""
+    """The type of the bytes, detected from them: one of `MIMES`."""
     width: int
     height: int
     """Size in pixels after EXIF orientation, which determines the token grid."""
@@ -46,7 +46,7 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         if self.mime not in MIMES or not (is_whole and has_rate and is_still):
             raise MediaError(
                 f"not a media ref: {msgspec.structs.asdict(self)}",
-                "use refs from MediaStore.put or get_ref; they have a mime of "
+                "use refs from MediaStore.put or get_ref. They have a mime of "
                 f"{', '.join(MIMES)}, a positive width, height and nbytes, and, for a video only, "
                 "num_frames and fps",
             )
@@ -83,7 +83,7 @@ def check_digest(text: object) -> None:
 
 
 def verify_bytes(digest: str, data: bytes) -> bytes:
-    """Return `data` if it hashes to `digest`; raise `MediaCorrupt` if not."""
+    """Return `data` if it hashes to `digest`. Raise `MediaCorrupt` if not."""
     if (actual := sha256(data).hexdigest()) == digest:
         return data
     raise MediaCorrupt(

@@ -59,12 +59,12 @@ class Remote(Protocol):
         """Return the bytes, unverified, or None."""
 
     def write(self, digest: str, data: bytes) -> bool:
-        """Store the bytes durably, with their last use now; return whether they were new."""
+        """Store the bytes durably, with their last use now. Return whether they were new."""
 
     def has(self, digest: str) -> bool: ...
 
     def renew(self, digest: str) -> bool:
-        """Set the last use to now, by the remote's clock; return False if it has no such image."""
+        """Set the last use to now, by the remote's clock. Return False if it has no such image."""
 
     def remove(self, digest: str) -> None: ...
 
@@ -82,7 +82,7 @@ class Remote(Protocol):
 
 
 def retry(call: Callable[[], Value], address: str, deadline_s: float) -> Value:
-    """Return the result of `call`; retry it after `Unavailable` for `deadline_s` seconds."""
+    """Return the result of `call`. Retry it after `Unavailable` for `deadline_s` seconds."""
     give_up, pause_s = float("inf"), _FIRST_PAUSE_S
     while True:
         try:
@@ -108,12 +108,12 @@ def _warn(address: str, error: Unavailable, give_up: float) -> None:
     now = time.monotonic()
     if now > _warned_at.get(address, -WARN_EVERY_S) + WARN_EVERY_S:
         _warned_at[address] = now
-        text = f"the store {address} does not answer ({error}); retrying for {give_up - now:.0f} s"
+        text = f"the store {address} does not answer ({error}). Retrying for {give_up - now:.0f} s"
         print(text, file=sys.stderr, flush=True)
 
 
 def read_checked(remote: Remote, digest: str) -> bytes | None:
-    """Return the remote's bytes; read them again if they do not match their digest."""
+    """Return the remote's bytes. Read them again if they do not match their digest."""
     num_reads = 0
     while True:
         num_reads += 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import tempfile
 import threading
@@ -36,6 +35,7 @@ from sightline.media.files import RENEW_AFTER_S
 from sightline.media.header import ImageHeader, ImageLimits
 from sightline.media.ref import MediaRef, check_digest, verify_bytes
 from sightline.media.video import VideoHeader
+from sightline.regular_file import read_bytes
 
 if TYPE_CHECKING:
     from sightline.media.decode import Image
@@ -119,7 +119,7 @@ class MediaStore:
         return digest
 
     def _write(self, digest: str, data: bytes) -> bool:
-        """Store bytes durably; return whether they were new."""
+        """Store bytes durably. Return whether they were new."""
         with self._disk_errors():
             return files.write(self._folder, self.path(digest), data)
 
@@ -129,7 +129,7 @@ class MediaStore:
         if isinstance(source, Path):
             try:
                 self.limits.check_bytes(source.stat().st_size)
-                return source.read_bytes()
+                return read_bytes(source)
             except OSError as error:
                 problem = f"cannot read {source}: {error.strerror}"
                 raise MediaError(problem, "pass the path of a readable file") from error
@@ -139,7 +139,7 @@ class MediaStore:
             return decode.encode_png(image)
         raise MediaRefused(
             f"put does not accept a {type(source).__name__}",
-            "pass bytes, a PIL image or a pathlib.Path; resolve a url with "
+            "pass bytes, a PIL image or a pathlib.Path. Resolve a url with "
             "ImageIngestor(store).resolve",
         )
 
@@ -220,7 +220,7 @@ class MediaStore:
         return files.is_regular(files.get_image_path(self._folder, digest))
 
     def touch(self, digest: str) -> bool:
-        """Record a use of the image; return False if no root has it."""
+        """Record a use of the image. Return False if no root has it."""
         path = self.path(digest)
         try:
             status = path.lstat()
@@ -282,7 +282,7 @@ class MediaStore:
     # --- maintenance
 
     def verify(self) -> files.VerifyReport:
-        """Read every image of `root` and report damaged ones; nothing is removed."""
+        """Read every image of `root` and report damaged ones. Nothing is removed."""
         num_files = size_bytes = 0
         corrupt: list[str] = []
         for digest, _ in self.iter_sizes():
@@ -336,7 +336,7 @@ class MediaStore:
             files.end_lease(self._folder, name)
 
     def size_bytes(self) -> int:
-        """Return the bytes of all images in `root`; cheap enough for every step.
+        """Return the bytes of all images in `root`. It is cheap enough for every step.
 
         Files are counted about once a minute. In between, only this process's puts are added.
         """
@@ -359,17 +359,17 @@ class MediaStore:
                 )
         if isinstance(self.root, str):
             return  # a remote store checks its own disk
-        existing = next(path for path in (self.root, *self.root.parents) if path.exists())
-        if (free := shutil.disk_usage(existing).free) < self.reserve_bytes + num_bytes:
+        free = files.measure_free_space(self.root)
+        if free.num_bytes < self.reserve_bytes + num_bytes:
             raise StoreFull(
-                f"the disk of {self.root} has {free} bytes left, and {self.reserve_bytes} stay in "
+                f"the disk of {self.root} has {free}, and {self.reserve_bytes} bytes stay in "
                 "reserve",
                 "free space, for instance with `sightline media gc`, or use another disk for a "
                 "new run ([media] root) or server (--media)",
             )
 
     def check_writable(self) -> None:
-        """Raise `MediaError` unless images can be put here; create the root if it is missing."""
+        """Raise `MediaError` unless images can be put here. Create the root if it is missing."""
         with self._disk_errors():
             self._folder.mkdir(0o700, parents=True, exist_ok=True)
             with files.lock_store(self._folder), tempfile.TemporaryFile(dir=self._folder):

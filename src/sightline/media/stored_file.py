@@ -20,6 +20,7 @@ from sightline.errors import MediaCorrupt, MediaError
 from sightline.media.files import BLOBS
 from sightline.media.open import is_address, open_store
 from sightline.media.store import MediaStore
+from sightline.regular_file import open_file
 
 PART_BYTES = 16 << 20
 NUM_CONNECTIONS = 8
@@ -50,19 +51,15 @@ def store_file(
 ) -> StoredFile:
     """Store a file. Parts that were `sent` before, or that the store has, are not sent again."""
     known, nbytes = set(sent), path.stat().st_size
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def put(offset: int) -> str:
-        data = salt + os.pread(handle, PART_BYTES, offset)
+        data = salt + os.pread(file.fileno(), PART_BYTES, offset)
         digest = sha256(data).hexdigest()
         is_there = digest in known or (not salt and store.touch(digest))
         return digest if is_there else store.put_bytes(data)
 
-    try:
-        with ThreadPoolExecutor(NUM_CONNECTIONS, "parts") as pool:
-            parts = tuple(pool.map(put, range(0, nbytes, PART_BYTES)))
-    finally:
-        os.close(handle)
+    with open_file(path) as file, ThreadPoolExecutor(NUM_CONNECTIONS, "parts") as pool:
+        parts = tuple(pool.map(put, range(0, nbytes, PART_BYTES)))
     return StoredFile(nbytes, parts, salt)
 
 
@@ -72,11 +69,12 @@ def fetch_file(store: MediaStore, file: StoredFile, path: Path, here: KnownParts
     sizes = [min(PART_BYTES, file.nbytes - start) for start in starts]
     if len(sizes) != len(file.parts):
         raise MediaError(
-            f"{path}: {len(file.parts)} parts for {file.nbytes} bytes", "send it again"
+            f"{path} came in {len(file.parts)} parts for {file.nbytes} bytes", "send it again"
         )
     temporary = path.with_name(f".{path.name}.fetched")
     temporary.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    temporary.unlink(missing_ok=True)  # a killed process's
+    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def fetch(number: int) -> None:
         digest = file.parts[number]
@@ -103,12 +101,12 @@ def list_parts(path: Path, parts: Iterable[str]) -> dict[str, tuple[Path, int]]:
 
 
 def _find_here(digest: str, size: int, here: KnownParts) -> bytes:
-    """Return the part from a local file; empty if no file has it."""
+    """Return the part from a local file. Empty if no file has it."""
     if digest not in here:
         return b""
     path, offset = here[digest]
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             file.seek(offset)
             data = file.read(size)
     except OSError:

@@ -7,6 +7,7 @@ converts frames to RGB without scaling. Files with a rotation are refused. Sound
 from __future__ import annotations
 
 import io
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,19 +60,13 @@ def inspect_video(
             raise MediaRefused(f"{mime} with {fps:g} frames per second", _FIX_SAVE)
         codec = stream.codec_context
         limits.check_video(announced, announced / fps, codec.width * codec.height)
-        deadline = time.monotonic() + limits.max_decode_s
-        for frame in _decode(stream, limits):
+        for frame in _decode(stream, limits, max_s=limits.max_decode_s):
             num_frames += 1
             size = size if num_frames > 1 else (frame.width, frame.height)
             limits.check_video(num_frames, num_frames / fps, size[0] * size[1])
-            if time.monotonic() > deadline:
-                raise MediaRefused(
-                    f"{mime}: only {num_frames} frames decoded in {limits.max_decode_s:g} s",
-                    "scale it down or split it",
-                )
     if not num_frames or announced not in (0, num_frames):
         raise MediaRefused(
-            f"{mime} has {num_frames} frames; its header says {announced}",
+            f"{mime} has {num_frames} frames. Its header says {announced}",
             "send the whole file",
         )
     return VideoHeader(mime, *size, num_frames, fps)
@@ -181,17 +176,34 @@ def _open_stream(data: bytes, mime: str, limits: ImageLimits) -> Iterator[Any]:
         raise MediaUndecodable(f"{mime} cannot be decoded ({what})", _FIX_SAVE) from error
 
 
-def _decode(stream: Any, limits: ImageLimits, size: tuple[int, int] | None = None) -> Iterator[Any]:
+def _decode(
+    stream: Any,
+    limits: ImageLimits,
+    size: tuple[int, int] | None = None,
+    max_s: float = math.inf,
+) -> Iterator[Any]:
     """Yield the frames in display order, all in one size."""
-    for frame in stream.container.decode(stream):
-        size = size or (frame.width, frame.height)
-        if frame.is_corrupt or frame.rotation % 360 or (frame.width, frame.height) != size:
+    decode_s = 0.0
+    for num_packets, packet in enumerate(stream.container.demux(stream)):
+        # A packet may hold a hidden frame, or half of an interlaced one.
+        pixels = stream.codec_context.width * stream.codec_context.height
+        limits.check_video(num_packets // 2, 0.0, pixels)
+        began = time.monotonic()
+        frames = packet.decode()
+        if (decode_s := decode_s + time.monotonic() - began) > max_s:
             raise MediaRefused(
-                f"a frame is damaged, is not {size[0]}x{size[1]}, or is rotated",
-                "encode the video again, upright, with a program that can play it",
+                f"only {num_packets} packets of a video decoded in {max_s:g} s",
+                "scale it down or split it",
             )
-        limits.check_size(frame.width, frame.height)
-        yield frame
+        for frame in frames:
+            size = size or (frame.width, frame.height)
+            if frame.is_corrupt or frame.rotation % 360 or (frame.width, frame.height) != size:
+                raise MediaRefused(
+                    f"a frame is damaged, is not {size[0]}x{size[1]}, or is rotated",
+                    "encode the video again, upright, with a program that can play it",
+                )
+            limits.check_size(frame.width, frame.height)
+            yield frame
 
 
 def import_av() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import reprlib
 from collections.abc import Callable, Sequence
@@ -184,9 +185,30 @@ def system(content: str) -> Message:
     return Message(role="system", content=text(content))
 
 
-def assistant(content: str, reasoning: str | None = None) -> Message:
-    """Return an assistant message, for demonstrations."""
-    return Message(role="assistant", content=text(content), reasoning=reasoning)
+def assistant(
+    content: str = "",
+    reasoning: str | None = None,
+    tool_calls: Sequence[ToolCall | dict[str, Any]] = (),
+) -> Message:
+    """Return an assistant message, for demonstrations.
+
+    A tool call is a dict such as `{"name": "click", "arguments": {"x": 3}}`, a dict in OpenAI's
+    format, or a `ToolCall`.
+    """
+    calls = tuple(read_tool_call(call, f"assistant()[{i}]") for i, call in enumerate(tool_calls))
+    return Message(role="assistant", content=text(content), reasoning=reasoning, tool_calls=calls)
+
+
+def read_tool_call(call: Any, path: str) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise MessageError.at(path, "not a tool call", "pass a function with name and arguments")
+    arguments = function.get("arguments", "{}")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(name=function["name"], arguments=arguments, id=str(call.get("id") or ""))
 
 
 def build_part(part: Any) -> Part:

@@ -4,7 +4,6 @@ Unknown keys and types are refused with their JSON path."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -20,11 +19,12 @@ from sightline.message.parts import (
     VideoFrame,
     VideoPart,
     build_part,
+    read_tool_call,
     text,
 )
 
 ROLES = ("system", "user", "assistant", "tool")
-TEXT_KINDS = ("text", "input_text")
+TEXT_KINDS = ("text", "input_text", "output_text")
 IMAGE_KINDS = ("image_url", "image", "input_image")
 VIDEO_KINDS = ("video_url", "video", "input_video")
 _SOURCE_KEYS = ("ref", "image_url", "image", "video_url", "video", "url", "source", "data")
@@ -264,16 +264,4 @@ def _read_tool_calls(calls: Any, path: str) -> tuple[ToolCall, ...]:
     if calls is None:
         return ()
     _check_type(calls, (list, tuple), path, "pass a list of tool calls")
-    return tuple(_read_tool_call(call, f"{path}[{i}]") for i, call in enumerate(calls))
-
-
-def _read_tool_call(call: Any, path: str) -> ToolCall:
-    if isinstance(call, ToolCall):
-        return call
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise MessageError.at(path, "not a tool call", "pass a function with name and arguments")
-    arguments = function.get("arguments", "{}")
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(name=function["name"], arguments=arguments, id=str(call.get("id") or ""))
+    return tuple(read_tool_call(call, f"{path}[{i}]") for i, call in enumerate(calls))

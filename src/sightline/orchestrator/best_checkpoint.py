@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,8 @@ import numpy as np
 
 from sightline.media import MediaStore
 from sightline.orchestrator.run_state import RunState
-from sightline.wire.file import hash_file, write_sums
+from sightline.regular_file import open_file
+from sightline.wire.file import hash_file, replace_checkpoint, write_sums
 from sightline.wire.weights import MANIFEST, fetch_files, is_transposed, read_manifest
 
 WEIGHTS = "model.safetensors"
@@ -47,7 +47,7 @@ class BestCheckpoint:
         self.run_state.save()
 
     def find_problem(self) -> str:
-        """Describe damage to the best checkpoint of a resumed run; empty if there is none."""
+        """Describe damage to the best checkpoint of a resumed run. Empty if there is none."""
         progress, weights = self.run_state.progress, self.target / WEIGHTS
         if not progress.best_step:
             return ""
@@ -65,26 +65,21 @@ class BestCheckpoint:
 
     def _write(self, published: Path) -> str:
         """Write the checkpoint and return the digest of its weights."""
-        part = self.target.with_name(f".{self.target.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        for file in self.source.iterdir():
-            if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
-                shutil.copy2(file, part / file.name)
-        with tempfile.TemporaryDirectory(dir=self.target.parent, prefix=".best-") as fetched:
+        parent = self.target.parent
+        with (
+            replace_checkpoint(self.source, self.target) as part,
+            tempfile.TemporaryDirectory(dir=parent, prefix=".best-") as fetched,
+        ):
             if self.blobs is not None:
                 manifest = read_manifest(published / MANIFEST)
-                if manifest.is_in_store:
+                if any(file.parts for file in manifest.files):  # not next to the manifest
                     fetch_files(manifest, self.blobs, Path(fetched))
                     published = Path(fetched)
             weights, others = (
                 sorted(folder.glob("*.safetensors")) for folder in (published, self.source)
             )
             digest = merge_safetensors(weights, others, part / WEIGHTS)
-        write_sums(part, {WEIGHTS: digest})
-        # Readers see the old checkpoint, briefly none, or the new one, but never a partial one.
-        shutil.rmtree(self.target, ignore_errors=True)
-        os.rename(part, self.target)
+            write_sums(part, {WEIGHTS: digest})
         return digest
 
 
@@ -136,7 +131,7 @@ def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> 
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
     return header, 8 + size

@@ -22,6 +22,7 @@ from sightline.errors import PeerLost, ProcessFailed, WireError
 from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.server_pool import run_until_first
+from sightline.regular_file import read_text
 from sightline.rollout.client import ChangeSignal
 from sightline.run.mirror import BEAT
 from sightline.transport.zmq_channel import AsyncHub
@@ -234,7 +235,7 @@ class ControlRouter:
                 lost = f"no message from a trainer for {silent_s:.0f} s"
                 fix = "check the cluster's log of the trainer, then resume the run"
                 with suppress(OSError, ValueError):  # there is no such file
-                    left = json.loads(self.trainer_error_file.read_text())
+                    left = json.loads(read_text(self.trainer_error_file))
                     lost, fix = f"{lost}; the last one failed: {left['problem']}", left["fix"]
                 raise ProcessFailed(lost, fix)
 
@@ -245,5 +246,5 @@ class ControlRouter:
 
 def _unexpected_error(peer: str, message: ControlMessage) -> WireError:
     return WireError(
-        f"{peer} sent an unexpected message: {str(message)[:200]}", "this is a bug; report it"
+        f"{peer} sent an unexpected message: {str(message)[:200]}", "this is a bug. Report it"
     )

@@ -105,7 +105,7 @@ class Evaluator:
 
 
 def _list_images(trace: Trace) -> tuple[MediaRef, ...]:
-    """List the images that an environment sent, in order; a video file counts once."""
+    """List the images that an environment sent, in order. A video file counts once."""
     items = (slot.item for node in trace.nodes for slot in node.slots)
     return tuple(
         ref

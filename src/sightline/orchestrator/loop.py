@@ -58,7 +58,7 @@ class Orchestrator:
     announce: Callable[[BatchReady], Awaitable[None]]
     """Sends a batch to the trainer."""
     check_room: Callable[[], None]
-    """Raises when the media store or the disk is full; called before each step."""
+    """Raises when the media store or the disk is full. Called before each step."""
     settings: OrchestratorConfig
     max_bad_fraction: float
     """Maximum fraction of a step's rollouts that may fail because of bad media."""
@@ -119,7 +119,7 @@ class Orchestrator:
         self.policy.publish(published)
 
     async def _collect(self, step: int) -> StepCollection | None:
-        """Judge groups as they finish, until their samples fill a batch.
+        """Decide the verdicts of groups as they finish, until their samples fill a batch.
 
         Returns None when the goal is reached and nothing is left to learn.
         """

@@ -149,7 +149,7 @@ class PublishedPolicies:
                 f"rollout {trace.id} was sampled by the weights {str(label)!r}, which run "
                 f"{self.run} did not publish (it published {ours} as version {label.version})",
                 "make sure that nothing else changes the weights of this run's servers, then "
-                "resume; the run did not train on that rollout",
+                "resume. The run did not train on that rollout",
             )
 
     def check_published(self, published: PublishedWeights, announced: int) -> None:
@@ -180,5 +180,5 @@ class PublishedPolicies:
         return PolicyMismatch(
             f"a message falsely says that version {published.version} of run {self.run} is "
             f"published: {why}",
-            "find out which process sent it, then resume the run; no weights were adopted",
+            "find out which process sent it, then resume the run. No weights were adopted",
         )

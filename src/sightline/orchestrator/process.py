@@ -22,6 +22,7 @@ from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_pool import ServerPool, run_until_first
 from sightline.orchestrator.step_metrics import ServerStatsPoller
+from sightline.regular_file import read_text
 from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog, RunDir
 from sightline.run.server_changes import list_wanted
@@ -67,8 +68,7 @@ async def main(
     )  # fmt: skip
     router.orchestrator = orchestrator
     if config.launch.has_other_machines:
-        blobs = open_blobs(media_root, config.media.read_token(for_control=True))
-        router.remote_files = RemoteFiles(run_dir, Path(config.model.path), blobs)
+        router.remote_files = _open_remote_files(config, run_dir, media_root)
     if config.launch.is_elsewhere(TRAINER):
         router.trainer_error_file = run_dir.error_file(TRAINER)
     ending = placed if config.launch.on == "kubernetes" else []
@@ -114,6 +114,12 @@ async def main(
         for each in pools:
             await each.close()
         router.hub.close()
+
+
+def _open_remote_files(config: RunFile, run_dir: RunDir, media_root: str | Path) -> RemoteFiles:
+    blobs = open_blobs(media_root, config.media.read_token(for_control=True))
+    token = config.media.read_service_token()
+    return RemoteFiles(run_dir, Path(config.model.path), blobs, token)
 
 
 async def _finish(
@@ -184,7 +190,7 @@ async def _keep_placing_servers(
     while True:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                address = run_dir.server_address(name).read_text()
+                address = read_text(run_dir.server_address(name))
                 if address != known.get(name):
                     known[name] = address
                     client = new_client(address, is_own=True)
@@ -207,7 +213,7 @@ async def _keep_checking_store(store: MediaStore, run_id: str) -> None:
                 raise
             print(
                 error, file=sys.stderr, flush=True
-            )  # temporary; a reader that needs an image raises
+            )  # temporary: a reader that needs an image raises
 
     while True:
         await asyncio.sleep(30.0)

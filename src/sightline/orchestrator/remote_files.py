@@ -10,9 +10,11 @@ from pathlib import Path
 
 from sightline.errors import WireError
 from sightline.media import MediaStore
+from sightline.media.http_remote import derive_worker_token
 from sightline.media.stored_file import store_file
+from sightline.regular_file import read_bytes
 from sightline.run import RunDir
-from sightline.run.mirror import APPENDED, MAX_INLINE_BYTES, write_file
+from sightline.run.mirror import APPENDED, MAX_INLINE_BYTES, MEDIA_TOKEN, write_file
 from sightline.wire.control import FileChange, FileChanges
 
 WEIGHTS = (".safetensors", ".bin", ".pt")
@@ -30,6 +32,8 @@ class RemoteFiles:
     """The checkpoint folder that the run started from."""
     blobs: MediaStore
     """Transfers large files."""
+    media_token: str = field(default="", repr=False)
+    """Token of the media service; empty if the images are elsewhere."""
 
     _model_files: dict[Path, FileChange] = field(default_factory=dict)
     """Cache of the checkpoint's files, which do not change."""
@@ -40,7 +44,10 @@ class RemoteFiles:
 
     def _iter_files(self, peer: str) -> Iterator[FileChange]:
         for path in (self.run_dir.config, self.run_dir.id_file):
-            yield FileChange(path.name, path.read_bytes())
+            yield FileChange(path.name, read_bytes(path))
+        if self.media_token and peer.startswith("worker"):
+            token = derive_worker_token(self.media_token, f"{self.run_dir.read_id()}-{peer}")
+            yield FileChange(MEDIA_TOKEN, token.encode())
         for path in sorted(self.model.iterdir()):
             needs_it = not peer.startswith("worker") or path.suffix not in WEIGHTS
             if path.is_file() and not path.name.startswith(".") and needs_it:
@@ -57,7 +64,7 @@ class RemoteFiles:
 
     def _read(self, name: str, path: Path, salt: bytes = b"") -> FileChange:
         if path.stat().st_size <= MAX_INLINE_BYTES:
-            return FileChange(name, path.read_bytes())
+            return FileChange(name, read_bytes(path))
         return FileChange(name, stored=store_file(self.blobs, path, salt=salt))
 
     def write(self, peer: str, written: FileChanges) -> None:
@@ -71,6 +78,6 @@ class RemoteFiles:
             if not is_allowed or not (is_trainer or is_small):
                 raise WireError(
                     f"{peer} sent {file.name[:100]!r}, which it may not write",
-                    "this is a bug; report it",
+                    "this is a bug. Report it",
                 )
             write_file(self.run_dir.path, file, self.blobs)

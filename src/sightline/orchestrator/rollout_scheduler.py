@@ -24,7 +24,7 @@ class Group:
     index: int
     """The group's number, and the index of its task."""
     traces: list[Trace] = field(default_factory=list)
-    """Finished or broken rollouts; a broken one has an error."""
+    """Finished or broken rollouts. A broken one has an error."""
 
     @property
     def id(self) -> str:
@@ -45,7 +45,7 @@ class RolloutScheduler:
     seed: int
     next_group: int = 0
     unjudged_groups: list[int] = field(default_factory=list)
-    """Groups that the resumed run had started but not judged. They are played first."""
+    """Groups that the resumed run had started but not finished. They are played first."""
     check_trace: Callable[[Trace], None] = lambda trace: None
     """Checks each trace, and raises if it must end the run."""
 
@@ -61,12 +61,12 @@ class RolloutScheduler:
 
     @property
     def num_ahead(self) -> int:
-        """Number of groups that are running or waiting to be judged."""
+        """Number of groups that are running or waiting for their verdicts."""
         return len(self._open) + len(self._finished)
 
     @property
     def open_groups(self) -> list[int]:
-        """Groups that were started but not judged."""
+        """Groups that were started but have no verdicts."""
         started = [group.index for group in (*self._open.values(), *self._finished)]
         return sorted(started + self.unjudged_groups)
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from sightline.errors import ResumeRefused
+from sightline.regular_file import read_bytes
 from sightline.run import RunDir
 from sightline.trace import Trace, encode_traces
 from sightline.wire.control import BatchReady
@@ -35,12 +36,12 @@ SCHEMA = 2
 
 class Progress(msgspec.Struct, forbid_unknown_fields=True):
     run: str = ""
-    """The run's id; empty in progress files of earlier versions."""
+    """The run's id. Empty in progress files of earlier versions."""
     step: int = 0
     """The last step whose batch is complete."""
     next_group: int = 0
     open_groups: list[int] = []
-    """Groups that were started but not judged by `step`. A resumed run plays them again."""
+    """Groups that were started but have no verdicts at `step`. A resumed run plays them again."""
     verdicts: dict[str, int] = {}
     images_shown: int = 0
     tokens_sampled: int = 0
@@ -85,7 +86,7 @@ def read_progress(run_dir: RunDir) -> Progress:
     newest = max(trained, *checkpoints, *batches, 0)
     path = run_dir.progress
     fix = (
-        "restore it from a backup; nothing was changed. The last checkpoint is intact: "
+        "restore it from a backup. Nothing was changed. The last checkpoint is intact: "
         f"`sightline export {run_dir.path} DIR`"
     )
     if not path.exists():
@@ -201,7 +202,7 @@ class RunState:
             if not path.is_file():
                 problem = f"{path} is missing, and the trainer's checkpoint is of step {step}"
                 raise ResumeRefused(problem, fix)
-            if digest_batch(data := path.read_bytes()) != digest:
+            if digest_batch(data := read_bytes(path)) != digest:
                 raise ResumeRefused(f"{path} is damaged: its digest has changed", fix)
             announcements.append(BatchReady(later, digest, data))
         return announcements

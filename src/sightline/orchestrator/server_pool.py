@@ -65,7 +65,7 @@ class PooledServer:
     is_draining: bool = False
     """Whether it gets no new requests."""
     manifest: str = ""
-    """Path of the last manifest it adopted since it joined; empty for none."""
+    """Path of the last manifest it adopted since it joined. Empty for none."""
     version: int = UNKNOWN_VERSION
     load: int = 0
     problem: str = ""
@@ -296,7 +296,7 @@ class ServerPool:
                     return
         words = (
             f"{server.url} has not answered for {probe.silent_s:.0f} s. It has stopped, or its "
-            "machine is unreachable; other servers get its requests"
+            "machine is unreachable. Other servers get its requests"
         )
         if probe.stuck_s:
             words = f"{server.url} has computed one step for {probe.stuck_s:.0f} s: it is stuck"

@@ -49,10 +49,10 @@ class StepCollection:
     has_fresh_group: bool = False
     """Whether at least one group was sampled only by version step-1."""
     rewards: list[list[float]] = field(default_factory=list)
-    """Rewards of each group that was judged and not dropped, in the order of judging."""
+    """Rewards of each group that was not dropped, in the order of the verdicts."""
 
     def add(self, group: Group, verdict: GroupVerdict, max_resampled: int) -> None:
-        """Add a judged group. It either counts towards the batch or is replaced."""
+        """Add a group with its verdicts. It either counts towards the batch or is replaced."""
         self.samples += verdict.samples
         self.traces += group.traces
         self.lags += verdict.lags

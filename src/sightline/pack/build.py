@@ -17,7 +17,7 @@ from sightline.wire.micro_batch import MicroBatch, PackedItem, TokenOrigin
 def build_micro_batch(
     units: Sequence[PackUnit], step: int, family: Family, weight_of: Mapping[int, float]
 ) -> MicroBatch:
-    """Lay the units out one after another; each attends only to itself."""
+    """Lay the units out one after another. Each attends only to itself."""
     builder = _MicroBatchBuilder(family, sum(measure_unit(unit).tokens for unit in units))
     for unit in units:
         for row in unit:
@@ -102,7 +102,7 @@ class _MicroBatchBuilder:
         self.positions.append(along[:, shared:])
 
     def _check_pixels(self, place: int, pixel_digest: str | None, trace_id: str) -> None:
-        """Keep the sampler's digest of an item's pixels; raise if there are two."""
+        """Keep the sampler's digest of an item's pixels. Raise if there are two."""
         known = self.items[place]
         if known.pixel_digest is None:
             self.items[place] = PackedItem(known.item, pixel_digest, known.wanted_by)

@@ -53,7 +53,7 @@ class MicroBatchWork:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Operations for each unit of work; the fields are in the order of `MicroBatchWork`.
+    """Operations for each unit of work. The fields are in the order of `MicroBatchWork`.
 
     They are counted, never measured, so that samples go to the same ranks after a restart.
     """

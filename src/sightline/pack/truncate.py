@@ -56,7 +56,7 @@ def truncate_sample(sample: Sample, limit: int) -> Sample | str:
     return msgspec.structs.replace(
         sample,
         **{
-            name: _take_first(array, num)
+            name: Array.of(array.numpy()[:num], array.dtype)
             for name, num in lengths.items()
             if (array := getattr(sample, name)) is not None
         },
@@ -68,7 +68,3 @@ def truncate_sample(sample: Sample, limit: int) -> Sample | str:
         items=[sample.items[old] for old in used],
         slots=[msgspec.structs.replace(slot, item=places[slot.item]) for slot in slots],
     )
-
-
-def _take_first(array: Array, num: int) -> Array:
-    return Array.of(array.numpy()[:num], array.dtype)

@@ -24,7 +24,7 @@ WARM_TIMEOUT_S = 60.0
 
 @dataclass
 class PixelCacheStats:
-    """Counters for metrics; never reset."""
+    """Counters for metrics. Never reset."""
 
     made: int = 0
     hits: int = 0

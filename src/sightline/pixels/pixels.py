@@ -22,6 +22,7 @@ from sightline.errors import MediaError
 from sightline.families import Family
 from sightline.media.cache import DiskCache
 from sightline.media.files import remove_of_dead
+from sightline.regular_file import is_private
 from sightline.wire import MediaItem
 
 PREFIX = "sightline-pixels-"
@@ -60,6 +61,10 @@ class SharedPatches:
         self.root = folder / f"{PREFIX}{owner}"
         with suppress(FileExistsError):
             self.root.mkdir(mode=0o700)
+        if not is_private(self.root):
+            raise MediaError(
+                f"{self.root} belongs to another user, or others may access it", "remove it"
+            )
         if owner == os.getpid():
             atexit.register(shutil.rmtree, self.root, ignore_errors=True)
             remove_of_dead(folder, PREFIX)

@@ -11,7 +11,11 @@ from pathlib import Path
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from sightline.errors import FamilyError
+from sightline.errors import FamilyError, MessageError
+from sightline.regular_file import read_text
+
+MAX_BYTES = 1 << 28
+"""The size of the largest tokenizer.json that is read."""
 
 
 class Tokenizer:
@@ -28,7 +32,10 @@ class Tokenizer:
         if description is None and not file.is_file():
             raise FamilyError(f"{path} has no tokenizer.json", "copy it from the checkpoint")
         try:
-            description = file.read_text() if description is None else description
+            if description is None:
+                if (size := file.stat().st_size) > MAX_BYTES:
+                    raise ValueError(f"it has {size} bytes, above the limit of {MAX_BYTES}")
+                description = read_text(file)
             self._full = tokenizers.Tokenizer.from_str(description)
             self._plain = _without_added_tokens(description)
         except Exception as error:  # the library raises no specific type
@@ -58,11 +65,11 @@ class Tokenizer:
 
     def encode_marked(self, text: str) -> list[int]:
         """Encode text including added tokens. Never use this for a message's text."""
-        return list(self._full.encode(text, add_special_tokens=False).ids)
+        return list(_encode(self._full, text).ids)
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
         """Return the ids of `text`, and the index of each token's first character."""
-        encoded = self._plain.encode(text, add_special_tokens=False)
+        encoded = _encode(self._plain, text)
         return list(encoded.ids), [start for start, _ in encoded.offsets]
 
     def token_id(self, token: str) -> int:
@@ -80,6 +87,19 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._full.decode([int(i) for i in token_ids], skip_special_tokens=False))
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except BaseException as error:
+        # The library panics, for example, where its regular expression gives up on the text.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise MessageError(
+            f"the tokenizer fails on a text of {len(text)} characters: {error}",
+            "send another text, or use the tokenizer.json that was published with the checkpoint",
+        ) from None
 
 
 def split_words(pattern: str) -> pre_tokenizers.PreTokenizer:

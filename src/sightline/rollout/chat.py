@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from sightline.envs.protocol import Messages
 from sightline.errors import (
@@ -21,11 +23,14 @@ from sightline.render import Renderer, Tools
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.router import RoutedClient
+from sightline.rollout.stop_strings import read_answer
 from sightline.trace import Node, PolicySpan, Turn
 from sightline.trace.node import ROOT
 from sightline.wire.generate import (
     WRONG_ANSWER,
+    Choice,
     GenerateRequest,
+    GenerateResponse,
     SamplingParams,
 )
 
@@ -83,20 +88,30 @@ class RolloutChat(ModelChat):
                 self.leaf, self.put_images(new_messages), self.renderer, tools
             )
         )
-        return (await self._call(turn, self.max_tokens)).message
+        (answer,) = await self._call(turn, tools, self.max_tokens)
+        return answer.message
 
     async def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
-        return (await self.answer(all_messages, tools, self.max_tokens)).message
+        (answer,) = await self.answer(all_messages, tools, self.max_tokens)
+        return answer.message
 
     async def answer(
-        self, messages: Messages, tools: Tools | None, max_tokens: int
-    ) -> CompletedTurn:
-        """Sample an answer of at most `max_tokens` tokens to a complete history."""
+        self,
+        messages: Messages,
+        tools: Tools | None,
+        max_tokens: int,
+        stops: Sequence[str] = (),
+        num_answers: int = 1,
+    ) -> list[CompletedTurn]:
+        """Sample answers of at most `max_tokens` tokens to a complete history.
+
+        An answer ends with the token that completes one of the strings `stops`.
+        """
         self._check_running()
         turn = await self._prepare(
             lambda: self.trace.prepare(self.put_images(messages), self.renderer, tools)
         )
-        return await self._call(turn, min(max_tokens, self.max_tokens))
+        return await self._call(turn, tools, min(max_tokens, self.max_tokens), stops, num_answers)
 
     async def _prepare(self, make: Callable[[], Turn]) -> Turn:
         try:
@@ -105,21 +120,21 @@ class RolloutChat(ModelChat):
                 # In a thread, because tokenizing a long text takes time.
                 return await self.run_in_pool(make)
         except PromptTooLong as error:
-            self._truncate(RolloutTruncated(error.problem, error.fix))
+            self.truncate(RolloutTruncated(error.problem, error.fix))
         except (MessageError, MediaError) as error:
             self.record_refusal(error)
             raise
 
-    def _check_limits(self, turn: Turn) -> None:
-        """End the rollout, without a commit, if its next request cannot be served."""
-        self._check_turn_limit()
+    def _check_limits(self, turn: Turn, num_answers: int) -> None:
+        """Raise, without a commit, if the turn exceeds a limit."""
+        self._check_turn_limit(num_answers)
         needed = len(turn.prompt_ids) + self.max_tokens
         if 0 < self.max_model_len < needed:
-            self._truncate(
+            self.truncate(
                 RolloutTruncated(
                     f"the prompt of turn {self.num_turns + 1} is too long: it has "
                     f"{len(turn.prompt_ids)} tokens{_describe_images(turn)}, and with [rollout] "
-                    f"max_tokens = {self.max_tokens} needs {needed}; the limit is [inference] "
+                    f"max_tokens = {self.max_tokens} needs {needed}. The limit is [inference] "
                     f"max_model_len = {self.max_model_len}",
                     f"raise max_model_len to {needed}, send a window of the history "
                     f"(docs/conversations.md), or {SMALLER_IMAGES}",
@@ -135,14 +150,23 @@ class RolloutChat(ModelChat):
                 "send the refs that chat.put returns, or set [eval] tasks = 0",
             )
 
-    async def _call(self, turn: Turn, max_tokens: int) -> CompletedTurn:
+    async def _call(
+        self,
+        turn: Turn,
+        tools: Tools | None,
+        max_tokens: int,
+        stops: Sequence[str] = (),
+        num_answers: int = 1,
+    ) -> list[CompletedTurn]:
+        earlier = list(self.truncations)
         await self.client.pacer.wait_for_pass()
-        self._check_limits(turn)
+        self._check_limits(turn, num_answers)
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
             seed=self._next_seed(),
             stop_token_ids=self.renderer.stop_token_ids,
+            n=num_answers,
         )
         if self.swapped_images:
             self._check_swapped(turn)
@@ -155,21 +179,41 @@ class RolloutChat(ModelChat):
             if error.kind == WRONG_ANSWER:
                 self.failures.append(error)
             raise
-        choice = response.choices[0]
+        choices = sorted(response.choices, key=lambda choice: choice.index)
+        turns = [await self._commit(turn, tools, choice, response, stops) for choice in choices]
+        self.clear_truncations(earlier)
+        return turns
+
+    async def _commit(
+        self,
+        turn: Turn,
+        tools: Tools | None,
+        choice: Choice,
+        response: GenerateResponse,
+        stops: Sequence[str],
+    ) -> CompletedTurn:
+        """Add an answer to the trace."""
         if choice.logprobs is None or choice.weight_versions is None:
             raise EngineError(
                 "the server returned no logprobs or no weight versions",
                 "train with a Sightline server",
                 kind="incomplete",
             )
-        message = await self.run_in_pool(self.renderer.parse, choice.token_ids)
+        message, end = await self.run_in_pool(
+            read_answer, self.renderer, choice.token_ids, tools, stops
+        )
+        kept = len(choice.token_ids) if end is None else end
+        spans = [span for span in choice.weight_versions if span.start < kept]
         async with self.trace_lock:
             await self.client.pacer.wait_for_pass()
             node = turn.commit(
-                completion_ids=choice.token_ids,
-                logprobs=[entry.logprob for entry in choice.logprobs.content],
-                versions=[PolicySpan.of(span) for span in choice.weight_versions],
-                finish_reason=choice.finish_reason,
+                completion_ids=choice.token_ids[:kept],
+                logprobs=[entry.logprob for entry in choice.logprobs.content[:kept]],
+                versions=[
+                    PolicySpan.of(msgspec.structs.replace(span, end=min(span.end, kept)))
+                    for span in spans
+                ],
+                finish_reason=choice.finish_reason if end is None else "stop",
                 pixel_digests=response.sightline.pixel_digests if response.sightline else None,
                 message=message,
             )

@@ -88,7 +88,7 @@ class PolicyChats(ChatSource):
     """Template for the client of each server."""
     modality: str
     servers: tuple[str, ...] = ()
-    """Addresses of all servers; empty to use only the server of `client`."""
+    """Addresses of all servers. Empty to use only the server of `client`."""
     max_model_len: int = 0
     """Maximum length of prompt and answer; 0 if unknown."""
     added_token: str = field(default="", repr=False)
@@ -215,6 +215,7 @@ class OpenAIChat(ModelChat):
     async def _complete(self, history: list[Message], tools: Tools | None) -> AssistantMessage:
         self._check_running()
         self._check_turn_limit()
+        earlier = list(self.truncations)
         sent = await self.run_in_pool(
             lambda: [to_openai_message(message, self._url_of) for message in history]
         )
@@ -224,6 +225,7 @@ class OpenAIChat(ModelChat):
         self.num_context_tokens = int(usage.get("total_tokens") or 0)
         self.history = [*history, reply.as_message()]
         self.calls.append(self.num_calls)
+        self.clear_truncations(earlier)
         self.num_sampled.append(int(usage.get("completion_tokens") or 0))
         return reply
 
@@ -240,7 +242,7 @@ class OpenAIChat(ModelChat):
             if error.kind != TOO_LONG:
                 raise
             fix = "send less, or serve with a larger max_model_len"
-            self._truncate(RolloutTruncated(error.problem, fix))
+            self.truncate(RolloutTruncated(error.problem, fix))
 
     def _url_of(self, ref: MediaRef) -> str:
         return ref.url if self.shares_store else ref.data_url(self.store.get(ref))

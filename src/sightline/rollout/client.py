@@ -87,12 +87,12 @@ class GenerateClient(RetryingClient):
         await self.request("POST", "/sightline/v1/adopt", msgspec.json.encode(body))
 
     async def lease(self, run: str, seconds: float) -> None:
-        """Let only `run` change the server's weights; raise if another run holds the lease."""
+        """Let only `run` change the server's weights. Raise if another run holds the lease."""
         body = msgspec.json.encode(LeaseRequest(run, seconds))
         await self.request("POST", "/sightline/v1/lease", body)
 
     async def wait_healthy(self) -> None:
-        """Wait until the server answers; raise if it has another version of Sightline.
+        """Wait until the server answers. Raise if it has another version of Sightline.
 
         The launcher ends the run if it never answers.
         """
@@ -165,7 +165,7 @@ class HealthProbe:
         self._client, self._times = client, times
         self._num_missed, self._num_refused, self._since = 0, 0, time.monotonic()
         self.answer: dict[str, Any] = {}
-        """The server's last /health answer; empty if it was not JSON."""
+        """The server's last /health answer. Empty if it was not JSON."""
         self.stuck_s = 0.0
         """Duration of the step that the engine is stuck in; 0 if it is not stuck."""
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar
 
-from sightline.compute.weight_transport import WeightTransport
+from sightline.compute.weight_transport import WeightTransport, list_plugins
 from sightline.config import InferenceConfig, RunFile
 from sightline.errors import ConfigError
 from sightline.families import Family
@@ -30,7 +29,7 @@ ENGINE_SETTINGS = ("python", "tensor_parallel_size", "data_parallel_size", "engi
 """`[inference]` settings that only some engines read."""
 
 FetchJson = Callable[[str], dict[str, Any]]
-"""Returns the JSON object at a server's path; an empty object if the server refuses."""
+"""Returns the JSON object at a server's path, or an empty object if the server refuses."""
 
 
 class InferenceEngine(ABC):
@@ -40,7 +39,7 @@ class InferenceEngine(ABC):
     settings: ClassVar[frozenset[str]] = frozenset()
     """The settings in `ENGINE_SETTINGS` that this engine reads."""
     inexact_reason: ClassVar[str] = ""
-    """Reason why the engine does not support `[model] exact = true`; empty if it does."""
+    """Reason why the engine does not support `[model] exact = true`. Empty if it does."""
 
     @abstractmethod
     def serve(self, spec: Any) -> None:
@@ -83,7 +82,7 @@ class InferenceEngine(ABC):
             if health[name] != ours:
                 raise ConfigError(
                     f"{where} has {name} {health[name]!r}, the run {ours!r}"
-                    + (f"; its settings are {health['settings']}" if name == "fingerprint" else ""),
+                    + (f". Its settings are {health['settings']}" if name == "fingerprint" else ""),
                     "serve the checkpoint of [model] path with the same settings, or change the "
                     "run's",
                 )
@@ -95,11 +94,11 @@ class InferenceEngine(ABC):
             )
 
     def find_python(self, inference: InferenceConfig) -> str:
-        """Return the Python interpreter for servers that a run starts; empty for the run's own."""
+        """Return the Python interpreter for servers that a run starts. Empty for the run's own."""
         return ""
 
     def describe(self, family: Family) -> str:
-        """Return a note for users about serving this family; empty for none."""
+        """Return a note for users about serving this family. Empty for none."""
         return ""
 
     def build_client(self, url: str, **options: Any) -> GenerateClient:
@@ -107,22 +106,15 @@ class InferenceEngine(ABC):
         return GenerateClient(url, **options)
 
 
-def _list_entry_points() -> dict[str, EntryPoint]:
-    built_in = {
-        name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in BUILT_IN.items()
-    }
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)} | built_in
-
-
 def list_engines() -> list[str]:
     """Return the names of all engines, built-in or from installed distributions."""
-    return sorted(_list_entry_points())
+    return sorted(list_plugins(ENTRY_POINT_GROUP, BUILT_IN))
 
 
 @cache
 def load_engine(name: str) -> InferenceEngine:
     """Return the engine that `[inference] engine` names."""
-    points = _list_entry_points()
+    points = list_plugins(ENTRY_POINT_GROUP, BUILT_IN)
     if name not in points:
         raise ConfigError(
             f"[inference] engine = {name!r} is not an engine",

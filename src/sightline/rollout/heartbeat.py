@@ -20,6 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from sightline.regular_file import read_bytes
+
 INTERVAL_S = 0.5
 
 
@@ -39,7 +41,7 @@ class HeartbeatRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def find_heartbeat(path: Path) -> HeartbeatRecord | None:
     """Return the last heartbeat, or None before the first."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=HeartbeatRecord)
+        return msgspec.json.decode(read_bytes(path), type=HeartbeatRecord)
     except FileNotFoundError:
         return None
 

@@ -3,7 +3,7 @@
 Each worker process has one port, and each rollout has its own API key. Each request becomes a turn
 in the rollout's trace.
 
-    agent --POST /v1/chat/completions--> images into the store --> messages
+    agent --POST /v1/chat/completions, /v1/responses--> images into the store --> messages
           <--answer or typed error-- commit <-- generate <-- the trace's next turn
 
       a request waits for: the trace's lock, the server           unblocked by: both
@@ -21,30 +21,43 @@ import socket
 import traceback
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from sightline.errors import EngineError, EnvironmentFailed, SightlineError
+from sightline.errors import (
+    EngineError,
+    EnvironmentFailed,
+    MessageError,
+    PromptTooLong,
+    RolloutTruncated,
+    SightlineError,
+)
 from sightline.media import MediaRef, UrlRefCache
 from sightline.message import ImageResolver, Message, to_messages
 from sightline.rollout.chat import CompletedTurn, RolloutChat
 from sightline.rollout.openai_completions import (
-    NO_SUCH_ROUTE,
-    ROLLOUT_OVER,
-    UNKNOWN_KEY,
+    ROLLOUT_UNSUPPORTED,
+    ChatDialect,
     ChatRequest,
-    OpenAIErrorResponse,
     build_choice,
     build_completion,
     read_chat_request,
-    stream_events,
+)
+from sightline.rollout.openai_http import (
+    DIALECTS,
+    NO_SUCH_ROUTE,
+    ROLLOUT_OVER,
+    UNKNOWN_KEY,
+    OpenAIErrorResponse,
+    completion_response,
+    models_response,
 )
 from sightline.trace.history_match import make_call_id
 from sightline.transport.http_server import (
@@ -65,8 +78,8 @@ _CLOSE_S = 1
 _KEEP_ALIVE_S = 600
 _BACKLOG = 1024
 
-_Reply = tuple[ChatRequest, CompletedTurn] | OpenAIErrorResponse
-"""A request with its completed turn, or an error."""
+_Reply = tuple[ChatRequest, list[CompletedTurn]] | OpenAIErrorResponse
+"""A request with its completed turns, one for each choice, or an error."""
 
 
 @dataclass
@@ -77,10 +90,24 @@ class _AgentSession:
     urls: UrlRefCache
     """Images the agent has already sent. It repeats its history in every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
+    responses: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    """The turn of each response, and whether its first message is the request's instructions."""
 
     def resolve(self, url: str, path: str) -> MediaRef:
         """Return the image at `url`, or its replacement."""
         return self.chat.substitute_image(url, self.urls.resolve(url, path))
+
+    def find_past(self, response_id: str) -> list[Message]:
+        """Return the messages up to a response. As at OpenAI, instructions are not carried over."""
+        if response_id not in self.responses:
+            raise MessageError.at(
+                "previous_response_id",
+                f"{response_id!r} is not a response of this rollout",
+                "send the id of an earlier response, or the whole conversation as input",
+            )
+        node, has_instructions = self.responses[response_id]
+        trace = self.chat.trace
+        return [trace.nodes[n].message for n in trace.path(node)][has_instructions:]
 
 
 class InterceptionServer:
@@ -118,7 +145,10 @@ class InterceptionServer:
 
     async def _start(self) -> None:
         routes = [
-            Route("/v1/chat/completions", self._complete, methods=["POST"]),
+            *(
+                Route(path, partial(self._complete, kind), methods=["POST"])
+                for path, kind in DIALECTS.items()
+            ),
             Route("/v1/models", self._models),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
@@ -138,86 +168,90 @@ class InterceptionServer:
     # -- routes
 
     async def _unknown(self, http: Request, error: Exception) -> Response:
-        return _error_response(NO_SUCH_ROUTE)
+        return NO_SUCH_ROUTE.to_response()
 
     async def _models(self, http: Request) -> Response:
         if self._find_session(http) is None:
-            return _error_response(UNKNOWN_KEY)
-        model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "sightline"}
-        return _json_response({"object": "list", "data": [model]})
+            return UNKNOWN_KEY.to_response()
+        return models_response(MODEL_NAME)
 
-    async def _complete(self, http: Request) -> Response:
+    async def _complete(self, kind: type[ChatDialect], http: Request) -> Response:
         session = self._find_session(http)
         if session is None:
-            return _error_response(UNKNOWN_KEY)
-        done = await _run_until_over(session, self._answer_request(session, http))
+            return UNKNOWN_KEY.to_response()
+        dialect = kind()
+        done = await _run_until_over(session, self._answer_request(session, dialect, http))
         if isinstance(done, OpenAIErrorResponse):
-            return _error_response(done)
-        request, turn = done
-        name = f"chatcmpl-{session.chat.trace.id}-{turn.node.id}"
-        answer = _build_completion(turn, name, request.model or MODEL_NAME)
-        if not request.stream:
-            return _json_response(answer)
-        # The turn is committed. An agent that disconnects now does not undo it.
-        return StreamingResponse(
-            self._stream(answer, request.include_usage),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-cache"},
-        )
-
-    async def _stream(self, answer: dict[str, Any], include_usage: bool) -> AsyncIterator[bytes]:
-        for chunk in stream_events(answer, include_usage):
-            yield chunk
+            return done.to_response()
+        request, turns = done
+        for turn in turns:
+            name = f"resp_{session.chat.trace.id}-{turn.node.id}"
+            session.responses[name] = turn.node.id, dialect.has_instructions
+        # The turns are committed. An agent that disconnects now does not undo them.
+        completion = _build_completion(session.chat.trace.id, request, turns)
+        return completion_response(request, completion, dialect)
 
     def _find_session(self, http: Request) -> _AgentSession | None:
         return self._sessions.get(read_bearer(http.headers))
 
     # -- requests
 
-    async def _answer_request(self, session: _AgentSession, http: Request) -> _Reply:
+    async def _answer_request(
+        self, session: _AgentSession, dialect: ChatDialect, http: Request
+    ) -> _Reply:
         """Answer a request. Errors are returned to the agent and recorded in the trace."""
         chat = session.chat
         try:
             body = await receive_body(http, self.max_body_bytes, "request_too_large")
             with _cancelled_when_gone(http):
                 await chat.finish_writes()  # the agent may refer to an image that was just put
-                request, messages = await chat.run_in_pool(self._read_request, session, body)
+                read = partial(_read_request, session, dialect, body)
+                request, messages = await chat.run_in_pool(read)
         except SightlineError as error:
+            if isinstance(error, PromptTooLong):
+                chat.truncations.append(RolloutTruncated(error.problem, error.fix))
             chat.record_refusal(error)
-            return OpenAIErrorResponse.of(error)
+            return OpenAIErrorResponse.of(error, dialect)
         except ClientDisconnect:
             return ROLLOUT_OVER  # nobody receives it
         try:
-            max_tokens = request.max_tokens or chat.max_tokens
+            max_tokens = request.most_tokens or chat.max_tokens
             with _cancelled_when_gone(http):
-                return request, await chat.answer(messages, request.tools, max_tokens)
+                return request, await chat.answer(
+                    messages, request.offered_tools, max_tokens, request.stops, request.n or 1
+                )
         except SightlineError as error:
-            refusal = OpenAIErrorResponse.of(error)
+            refusal = OpenAIErrorResponse.of(error, dialect)
             if refusal.status == 500:
                 # The agent may continue, but the rollout must not train.
                 chat.failures.append(error)
-            elif isinstance(error, EngineError):
+            elif isinstance(error, EngineError | RolloutTruncated):
                 chat.record_refusal(error)
             return refusal
         except Exception as error:  # answer the agent, and fail the rollout
             chat.failures.append(
                 EnvironmentFailed(
                     f"an agent's request failed: {traceback.format_exc()}",
-                    "this is a bug in Sightline; report it",
+                    "this is a bug in Sightline. Report it",
                 )
             )
             return OpenAIErrorResponse(500, type(error).__name__, f"{error}")
 
-    def _read_request(
-        self, session: _AgentSession, body: list[bytes]
-    ) -> tuple[ChatRequest, list[Message]]:
-        """Parse the body, free it, and store its images. Call this in a thread."""
-        data = b"".join(body)
-        body.clear()
-        request = read_chat_request(data, max_model_len=session.chat.max_model_len)
-        del data
-        messages = session.chat.renderer.read_messages(to_messages(request.messages, session))
-        return replace(request, messages=[]), messages
+
+def _read_request(
+    session: _AgentSession, dialect: ChatDialect, body: list[bytes]
+) -> tuple[ChatRequest, list[Message]]:
+    """Parse the body, free it, and store its images. Call this in a thread."""
+    data = b"".join(body)
+    body.clear()
+    chat = session.chat
+    request = read_chat_request(
+        data, ROLLOUT_UNSUPPORTED, chat.max_model_len, dialect, session.find_past
+    )
+    del data
+    messages = chat.renderer.read_messages(to_messages(request.messages, session))
+    request.messages = []
+    return request, messages
 
 
 async def _run_until_over(session: _AgentSession, work: Coroutine[Any, Any, _Reply]) -> _Reply:
@@ -245,20 +279,19 @@ def _cancelled_when_gone(http: Request) -> Iterator[None]:
         disconnect.cancel()
 
 
-def _build_completion(turn: CompletedTurn, name: str, model: str) -> dict[str, Any]:
-    node, message = turn.node, turn.message
-    call_ids = [make_call_id(node.id, k) for k in range(len(message.tool_calls))]
-    choice = build_choice(message, call_ids, stopped=node.finish_reason == "stop")
-    num_prompt, num_cached = turn.num_prompt_tokens, turn.num_cached_tokens
-    return build_completion(name, model, [choice], num_prompt, num_cached, node.num_sampled)
-
-
-def _json_response(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-def _error_response(error: OpenAIErrorResponse) -> Response:
-    response = _json_response(error.body)
-    response.status_code = error.status
-    response.headers.update(error.headers)
-    return response
+def _build_completion(
+    trace_id: str, request: ChatRequest, turns: list[CompletedTurn]
+) -> dict[str, Any]:
+    choices = []
+    for node, message in ((turn.node, turn.message) for turn in turns):
+        call_ids = [make_call_id(node.id, k) for k in range(len(message.tool_calls))]
+        choices.append(build_choice(message, call_ids, stopped=node.finish_reason == "stop"))
+    first = turns[0]
+    return build_completion(
+        f"chatcmpl-{trace_id}-{first.node.id}",
+        request.model or MODEL_NAME,
+        choices,
+        first.num_prompt_tokens,
+        first.num_cached_tokens,
+        sum(turn.node.num_sampled for turn in turns),
+    )

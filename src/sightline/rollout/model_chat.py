@@ -7,7 +7,7 @@ import hashlib
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self, TypeVar
@@ -57,7 +57,7 @@ class ModelChat(ABC):
     num_turns: int = 0
     """Number of model calls on the path to this point, including those before the branch."""
     truncations: list[RolloutTruncated] = field(default_factory=list)
-    """Reasons for truncating the rollout, shared by all branches."""
+    """Limits that the last calls exceeded, shared by all branches. A later answer clears them."""
     calls: list[int] = field(default_factory=list)
     """Indices of the model calls that this handle made, within the rollout."""
     num_branches: int = 0
@@ -107,7 +107,7 @@ class ModelChat(ABC):
         return self.swapped_images[(self.num_put - 1) % len(self.swapped_images)]
 
     async def finish_writes(self) -> None:
-        """Wait until the store holds every image that was put; raise if a write failed."""
+        """Wait until the store holds every image that was put. Raise if a write failed."""
         while self.writes:
             write = self.writes[0]
             try:
@@ -124,7 +124,7 @@ class ModelChat(ABC):
 
     @property
     def truncated(self) -> str:
-        """Reason for truncating the rollout; empty if it was not truncated."""
+        """Reason for truncating the rollout. Empty if it was not truncated."""
         return self.truncations[0].problem if self.truncations else ""
 
     def substitute_image(self, url: str, ref: MediaRef) -> MediaRef:
@@ -156,20 +156,21 @@ class ModelChat(ABC):
         self.num_turns += 1
         return seed
 
-    def _check_turn_limit(self) -> None:
-        """Truncate a rollout that has reached its turn limit."""
-        if 0 < self.max_turns <= self.num_calls:
-            self._truncate(
+    def _check_turn_limit(self, num_answers: int = 1) -> None:
+        """Truncate a rollout that would exceed its turn limit."""
+        if 0 < self.max_turns < self.num_calls + num_answers:
+            self.truncate(
                 TurnLimitReached(
                     f"the rollout reached its turn limit, [rollout] max_turns = {self.max_turns}",
                     "end the rollout sooner, or raise max_turns",
                 )
             )
-        if self.truncations:
-            self._truncate(self.truncations[0])
 
-    def _truncate(self, error: RolloutTruncated) -> NoReturn:
-        """Truncate the rollout. Later calls raise the first reason again."""
+    def truncate(self, error: RolloutTruncated) -> NoReturn:
+        """Refuse a call that exceeds a limit. The rollout is truncated unless a later call fits."""
         self.truncations.append(error)
-        first = self.truncations[0]
-        raise type(first)(first.problem, first.fix)
+        raise error
+
+    def clear_truncations(self, earlier: Sequence[RolloutTruncated]) -> None:
+        """Drop limits that were exceeded before a call that was answered."""
+        self.truncations[:] = [error for error in self.truncations if error not in earlier]

@@ -1,92 +1,76 @@
 """OpenAI's chat completions, for the interception server and for inference servers.
 
-Requests: an endpoint's `FieldRules` decide which fields are supported, ignored or refused. Fields
-that do not affect the answer are ignored. Others are refused unless they have a neutral value.
+Requests: fields that do not affect the answer are ignored. Fields that an endpoint does not support
+are refused unless they have a neutral value.
 
 Answers: one object, or a stream of chunks. The whole turn is sampled before the first chunk is
 sent, so a stream cannot fail halfway. An answer is one chunk, and its finish reason another.
-
-Errors: a status, a message, the JSON path and a stable code.
 """
 
 from __future__ import annotations
 
+import reprlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sightline.errors import (
-    EngineError,
-    MediaError,
-    MediaMissing,
-    MessageError,
-    PromptTooLong,
-    RolloutTruncated,
-    SightlineError,
-    StoreFull,
-    TurnLimitReached,
-)
-from sightline.message import AssistantMessage, to_openai_message
+from sightline.errors import MessageError, PromptTooLong
+from sightline.message import AssistantMessage, Message, to_openai_message
 from sightline.render.protocol import Tools
 from sightline.wire.codec import find_json_excess
 
-SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
-_IGNORED_ALWAYS = frozenset({
-    "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
-    "safety_identifier", "service_tier", "store", "user", "verbosity",
+_IGNORED = frozenset({
+    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store",
+    "user", "verbosity",
 })  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class FieldRules:
-    """Rules for request fields that only some endpoints support."""
-
-    accepted: frozenset[str]
-    """Fields that the endpoint reads from `ChatRequest.extra`."""
-    ignored: frozenset[str]
-    refusal_reason: str
-    """Error message for an unsupported field, after the field's name."""
-
-
-ROLLOUT_RULES = FieldRules(
-    # The run sets the sampling parameters, because its trainer computes the same distribution.
-    accepted=frozenset(),
-    ignored=_IGNORED_ALWAYS | SAMPLING,
-    refusal_reason="is not supported while a policy is trained",
-)
-SERVER_RULES = FieldRules(
-    accepted=SAMPLING | {"n", "logprobs", "tool_choice", "stop_token_ids", "return_token_ids"},
-    ignored=_IGNORED_ALWAYS,
-    refusal_reason="is not supported by this server",
-)
+FindPast = Callable[[str], list[Message]]
+"""Returns the messages up to an earlier response, by its id."""
 
 # Unsupported fields, each with a test for neutral values.
-_NEUTRAL_VALUES: dict[str, Callable[[Any], bool]] = {
-    "n": lambda value: value == 1 and not isinstance(value, bool),
-    "stop": lambda value: value == [],
-    "logit_bias": lambda value: value == {},
-    "response_format": lambda value: value == {"type": "text"},
-    "modalities": lambda value: value == ["text"],
-    "tool_choice": lambda value: value == "auto",
-    "parallel_tool_calls": lambda value: value is True,
-    "presence_penalty": lambda value: value == 0,
+IsNeutral = Callable[[Any], bool]
+SERVER_UNSUPPORTED: dict[str, IsNeutral] = {
+    "audio": lambda value: False,
     "frequency_penalty": lambda value: value == 0,
-    "logprobs": lambda value: value is False,
+    "function_call": lambda value: value in ("auto", "none"),
+    "functions": lambda value: value == [],
+    "logit_bias": lambda value: value == {},
+    "modalities": lambda value: value == ["text"],
+    "moderation": lambda value: False,
+    "presence_penalty": lambda value: value == 0,
+    "response_format": lambda value: value == {"type": "text"},
+    "tool_choice": lambda value: value in ("auto", "none"),
     "top_logprobs": lambda value: value == 0,
+    "web_search_options": lambda value: False,
 }
+# The trainer computes the distribution that the run's own settings describe.
+ROLLOUT_UNSUPPORTED = SERVER_UNSUPPORTED | {
+    "logprobs": lambda value: value is False,
+    "min_p": lambda value: value == 0,
+    "return_token_ids": lambda value: value is False,
+    "stop_token_ids": lambda value: value == [],
+    "top_k": lambda value: value in (0, -1),
+    "top_p": lambda value: value == 1,
+}
+_FIX_SAMPLING = "leave it out: training needs the logprobs of the whole distribution"
 _FIXES = {
-    "n": "send several requests: each answer is a separate turn",
-    "stop": "let the model end its turn, or cap it with max_tokens",
-    "top_logprobs": "request those of the sampled tokens with logprobs = true",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "min_p": _FIX_SAMPLING,
     "response_format": "describe the format in the messages, and parse the text",
-    "tool_choice": "use auto, or offer only the tools that may be called",
+    "tool_choice": "use auto or none, or offer only the tools that may be called",
+    "top_k": _FIX_SAMPLING,
+    "top_logprobs": "request those of the sampled tokens with logprobs = true",
+    "top_p": _FIX_SAMPLING,
 }
+MAX_STOPS = 16
 
-
-NumTokens = Annotated[int, msgspec.Meta(ge=1)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+StopString = Annotated[str, msgspec.Meta(min_length=1)]
+StopStrings = Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)]
 
 
 class _Function(msgspec.Struct):
@@ -98,85 +82,152 @@ class _Tool(msgspec.Struct):
     function: _Function
 
 
+class _Tools(msgspec.Struct):
+    tools: list[_Tool] | None = None
+
+
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _CommonFields(msgspec.Struct):
-    """The fields that every endpoint supports."""
-
-    messages: Annotated[list[Any], msgspec.Meta(min_length=1)]
-    model: str | None = None
-    tools: list[_Tool] | None = None
-    max_tokens: NumTokens | None = None
-    max_completion_tokens: NumTokens | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
+class ChatRequest(msgspec.Struct):
     """A request with every field checked except its messages."""
 
-    model: str | None
-    messages: list[Any]
+    messages: Annotated[list[Any], msgspec.Meta(min_length=1)]
     """Unchecked messages."""
-    tools: Tools | None
-    max_tokens: int | None
-    stream: bool
-    include_usage: bool
-    extra: dict[str, Any]
-    """Unchecked fields that only this endpoint supports, without nulls."""
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | None = None
+    max_tokens: AtLeastOne | None = None
+    max_completion_tokens: AtLeastOne | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    stop: StopString | StopStrings | None = None
+    logprobs: bool | None = None
+    n: AtLeastOne | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The maximum length of the answer, or None."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """The strings that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or ()
+
+    @property
+    def offered_tools(self) -> Tools | None:
+        """The tools that the model may call."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+
+class ChatDialect:
+    """The format of one request and its answer: here that of chat completions.
+
+    Subclasses translate other formats to chat completions and back.
+    """
+
+    has_instructions = False
+    """Whether the first message is the `instructions` of a response."""
+
+    def to_chat(self, fields: dict[str, Any], find_past: FindPast) -> dict[str, Any]:
+        """Return the fields of the request as those of a chat completion."""
+        return fields
+
+    def rename(self, path: str) -> str:
+        """Return the request's own path for a path in the chat completion."""
+        return path
+
+    def to_answer(self, completion: dict[str, Any]) -> dict[str, Any]:
+        return completion
+
+    def to_events(self, completion: dict[str, Any], include_usage: bool) -> Iterator[bytes]:
+        """Yield the events of a stream, including the final `[DONE]`."""
+
+        def event(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+            chunk = {**completion, "object": "chat.completion.chunk"}
+            body = {**chunk, "choices": choices, "usage": usage}
+            if not include_usage:
+                del body["usage"]
+            return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+        for choice in completion["choices"]:
+            delta = choice["message"]
+            for number, call in enumerate(delta.get("tool_calls", ())):
+                call["index"] = number
+            yield event([{"index": choice["index"], "delta": delta, "finish_reason": None}])
+            ending = {name: value for name, value in choice.items() if name != "message"}
+            yield event([{**ending, "delta": {}}])
+        if include_usage:
+            yield event([], completion["usage"])
+        yield b"data: [DONE]\n\n"
+
+
+def refuse_past(response_id: str) -> list[Message]:
+    """Raise, for endpoints that store no responses."""
+    raise MessageError.at(
+        "previous_response_id",
+        "this server stores no responses",
+        "send the whole conversation as input",
+    )
 
 
 def read_chat_request(
-    body: bytes, rules: FieldRules = ROLLOUT_RULES, max_model_len: int = 0
+    body: bytes,
+    unsupported: Mapping[str, IsNeutral],
+    max_model_len: int,
+    dialect: ChatDialect,
+    find_past: FindPast = refuse_past,
 ) -> ChatRequest:
-    """Parse a request; raise MessageError with the path of an invalid field.
+    """Parse a request. Raise MessageError with the path of an invalid field.
 
     `max_model_len` = 0 means any length.
     """
     if excess := find_json_excess(body, max_model_len):
         raise MessageError(f"the body has {excess}", "send a window of the history")
     try:
-        request = msgspec.json.decode(body)
+        fields = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"the body is not JSON: {error}", "send a JSON object") from error
-    if not isinstance(request, dict):
+    if not isinstance(fields, dict):
         raise MessageError(
-            f"the body is a JSON {type(request).__name__}", "send an object with messages"
+            f"the body is a JSON {type(fields).__name__}", "send an object with messages"
         )
-    _check_fields(request, rules)
+    fields = {name: value for name, value in fields.items() if value is not None}
+    fields = dialect.to_chat(fields, find_past)
+    _check_fields(fields, unsupported)
     try:
-        fields = msgspec.convert({"messages": None, **request}, _CommonFields)
+        request = msgspec.convert({"messages": None, **fields}, ChatRequest)
+        msgspec.convert({"tools": request.tools}, _Tools)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).removesuffix("`").partition(" - at `$.")
         fix = "pass a value as in OpenAI's API, or leave it out"
         raise MessageError.at(path, problem, fix) from error
-    _check_num_parts(fields.messages, max_model_len)
-    return ChatRequest(
-        model=fields.model or None,
-        messages=fields.messages,
-        tools=request.get("tools") or None,
-        max_tokens=fields.max_completion_tokens or fields.max_tokens,
-        stream=bool(fields.stream),
-        include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
-        extra={k: v for k, v in request.items() if k in rules.accepted and v is not None},
-    )
+    _check_num_parts(request.messages, max_model_len)
+    return request
 
 
-def _check_fields(request: dict[str, Any], rules: FieldRules) -> None:
-    taken = {*_CommonFields.__struct_fields__, *rules.accepted, *rules.ignored}
-    for name, value in request.items():
-        if name in taken or value is None:
+def _check_fields(fields: dict[str, Any], unsupported: Mapping[str, IsNeutral]) -> None:
+    for name, value in fields.items():
+        if value is None or name in _IGNORED:
             continue
-        neutral = _NEUTRAL_VALUES.get(name)
-        if name == "tool_choice" and value == "none" and not request.get("tools"):
-            continue
-        if neutral is None:
+        if name in unsupported and not unsupported[name](value):
+            fix = _FIXES.get(name, "leave it out")
+            raise MessageError.at(name, f"{reprlib.repr(value)} is not supported", fix)
+        if name not in unsupported and name not in ChatRequest.__struct_fields__:
             raise MessageError.at(name, "unknown field", "leave it out")
-        if not neutral(value):
-            raise MessageError.at(name, rules.refusal_reason, _FIXES.get(name, "leave it out"))
 
 
 def _check_num_parts(messages: list[Any], most: int) -> None:
@@ -186,7 +237,7 @@ def _check_num_parts(messages: list[Any], most: int) -> None:
     if most and max(num, len(messages)) > most:
         raise PromptTooLong.at(
             "messages",
-            f"{len(messages)} messages of {num} parts; a prompt has at most {most} tokens",
+            f"{len(messages)} messages of {num} parts. A prompt has at most {most} tokens",
             "send a window of the history",
         )
 
@@ -235,76 +286,3 @@ def build_completion(
             "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         },
     }
-
-
-def stream_events(completion: dict[str, Any], include_usage: bool) -> Iterator[bytes]:
-    """Yield the events of a stream, including the final `[DONE]`."""
-
-    def event(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        body = {**completion, "object": "chat.completion.chunk", "choices": choices, "usage": usage}
-        if not include_usage:
-            del body["usage"]
-        return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-    for choice in completion["choices"]:
-        delta = choice["message"]
-        for number, call in enumerate(delta.get("tool_calls", ())):
-            call["index"] = number
-        yield event([{"index": choice["index"], "delta": delta, "finish_reason": None}])
-        ending = {name: value for name, value in choice.items() if name != "message"}
-        yield event([{**ending, "delta": {}}])
-    if include_usage:
-        yield event([], completion["usage"])
-    yield b"data: [DONE]\n\n"
-
-
-# The first match decides.
-_ERROR_CODES: tuple[tuple[type[SightlineError], int, str], ...] = (
-    (PromptTooLong, 400, "context_length_exceeded"),
-    (MessageError, 400, "invalid_value"),
-    (TurnLimitReached, 400, "max_turns_reached"),
-    (RolloutTruncated, 400, "context_length_exceeded"),
-    (MediaMissing, 404, "media_missing"),
-    (StoreFull, 507, "store_full"),
-    (MediaError, 422, "media_refused"),
-)
-_ENGINE_CODES = {"too_long": "context_length_exceeded"}
-
-
-@dataclass(frozen=True, slots=True)
-class OpenAIErrorResponse:
-    status: int
-    code: str
-    message: str
-    param: str | None = None
-
-    @classmethod
-    def of(cls, error: SightlineError) -> OpenAIErrorResponse:
-        message, param = f"{error.short_problem}\n  fix: {error.fix}", error.path or None
-        if isinstance(error, EngineError):
-            code = _ENGINE_CODES.get(error.kind, error.kind)
-            return cls(error.status, code, message, param if error.status < 500 else None)
-        for kind, status, code in _ERROR_CODES:
-            if isinstance(error, kind):
-                return cls(status, code, message, param)
-        return cls(500, type(error).__name__, message)
-
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Tell SDKs not to retry, except after a 503."""
-        return {"retry-after": "1"} if self.status == 503 else {"x-should-retry": "false"}
-
-
-UNKNOWN_KEY = OpenAIErrorResponse(
-    401, "invalid_api_key", "no running rollout has this key\n  fix: pass chat.api_key as api_key"
-)
-ROLLOUT_OVER = OpenAIErrorResponse(401, "rollout_over", "the rollout of this key is over")
-NO_SUCH_ROUTE = OpenAIErrorResponse(
-    404, "unknown_url", "only /v1/chat/completions and /v1/models are served here"
-)

@@ -83,7 +83,7 @@ class RolloutThreads:
             blocking.end()
 
     async def run_with_timeout(self, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
-        """Run a rollout and return its result; raise RolloutTimeout after `timeout_s`.
+        """Run a rollout and return its result. Raise RolloutTimeout after `timeout_s`.
 
         The rollout is cancelled on timeout, or if the caller is cancelled. If its cleanup takes
         longer than `grace_s`, it continues and is tracked as leftover work.

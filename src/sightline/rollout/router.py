@@ -88,7 +88,7 @@ class ServerRouter:
     """Token for servers that requests are pinned to, such as the evaluator."""
     times: ProbeTimes = DEFAULT_PROBE_TIMES
     run: str = ""
-    """Id of the run whose weights the servers hold; empty skips the check."""
+    """Id of the run whose weights the servers hold. Empty skips the check."""
 
     def __post_init__(self) -> None:
         self.changed = ChangeSignal()
@@ -124,7 +124,7 @@ class ServerRouter:
     def open_client(self, rollout_id: str, min_version: int = 0, pinned: str = "") -> RoutedClient:
         """Return a client for one rollout, for weights of `min_version` or newer.
 
-        `pinned` is the only server that the client may use; empty for any server.
+        `pinned` is the only server that the client may use. Empty for any server.
         """
         if pinned and pinned not in self._pinned:
             self._pinned[pinned] = self._open(ServerStatus(pinned), self.pinned_token)
@@ -297,7 +297,7 @@ class RoutedClient:
         return zlib.crc32(f"{self.rollout_id} {server.client.base_url}".encode())
 
     def _measure_pause(self, now: float) -> float:
-        """Return the seconds until a server may get a request; infinity if none can take it."""
+        """Return the seconds until a server may get a request, or infinity if none can take it."""
         able = self.router.list_able(self.min_version, self.pinned)
         return min((max(0.0, server.not_before - now) for server in able), default=math.inf)
 
@@ -314,7 +314,7 @@ class RoutedClient:
 def _build_lost_error(last: EngineError) -> EngineError:
     return EngineError(
         f"{MAX_LOST_SERVERS} inference servers were lost while they computed this turn. It is not "
-        f"retried; the last error: {last.problem}",
+        f"retried. The last error: {last.problem}",
         "look at the servers' logs: the turn's prompt or images may crash them",
         SERVERS_LOST,
     )

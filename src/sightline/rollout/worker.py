@@ -19,6 +19,7 @@ from sightline.config import RunFile
 from sightline.envs.protocol import build_environment
 from sightline.errors import EnvironmentFailed
 from sightline.media import open_store
+from sightline.regular_file import read_bytes
 from sightline.rollout.chat_sources import build_policy_chats
 from sightline.rollout.evaluation import open_trace
 from sightline.rollout.heartbeat import Heartbeat
@@ -142,5 +143,5 @@ async def _keep_sending_heartbeat(heartbeat: Heartbeat, spoke: AsyncSpoke) -> No
 async def _send_heartbeat(heartbeat: Heartbeat, spoke: AsyncSpoke) -> None:
     """Send the heartbeat file to the run directory, where the launcher reads it."""
     with contextlib.suppress(FileNotFoundError):  # before the first heartbeat
-        file = FileChange(f"logs/{heartbeat.path.name}", heartbeat.path.read_bytes())
+        file = FileChange(f"logs/{heartbeat.path.name}", read_bytes(heartbeat.path))
         await spoke.send(control.encode(FileChanges((file,))))

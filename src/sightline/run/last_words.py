@@ -11,6 +11,8 @@ import json
 import os
 from pathlib import Path
 
+from sightline.regular_file import open_file
+
 MAX_BYTES = 1 << 16
 MAX_CHARS = 5000
 """Maximum length of the problem and of the fix. Both must fit into `MAX_BYTES` as JSON."""
@@ -19,13 +21,9 @@ MAX_CHARS = 5000
 def reserve_last_words(target: Path) -> Path:
     """Reserve disk space for `target` and return the reserved file."""
     path = target.with_name(f".{target.name}.reserved")
-    with contextlib.suppress(OSError):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(handle, 0, MAX_BYTES)
-        finally:
-            os.close(handle)
+    with contextlib.suppress(OSError), open_file(path, "wb") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, MAX_BYTES)
     return path
 
 
@@ -34,6 +32,6 @@ def leave_last_words(reserved: Path, target: Path, words: dict[str, str]) -> Non
     data = json.dumps({key: text[:MAX_CHARS] for key, text in words.items()}).encode()
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(reserved, "r+b" if reserved.exists() else "wb") as file:
+        with open_file(reserved, "r+b" if reserved.exists() else "wb") as file:
             file.write(data.ljust(MAX_BYTES))
         reserved.replace(target)

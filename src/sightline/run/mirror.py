@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from sightline.errors import ProcessFailed, SightlineError, WireError
 from sightline.media import MediaStore
 from sightline.media.stored_file import fetch_file, store_file
+from sightline.regular_file import open_file, read_bytes
 from sightline.run.run_dir import RunDir
 from sightline.transport.zmq_channel import Spoke
 from sightline.wire import control
@@ -43,7 +44,9 @@ APPENDED = ("metrics.jsonl",)
 """Files to which several processes append."""
 PUBLISHED = "weights/*.safetensors"
 """Published weights, which are stored separately."""
-OWN = ("model", "media", "batches", "secret", "config.toml", "run_id")
+MEDIA_TOKEN = "media_token"
+"""File in a worker's copy: its own token of the media service."""
+OWN = ("model", "media", "batches", "secret", "config.toml", "run_id", MEDIA_TOKEN)
 """Files in a copy that are never sent."""
 
 
@@ -93,7 +96,7 @@ def write_file(root: Path, file: FileChange, blobs: MediaStore | None) -> None:
 def _check_name(name: str) -> str:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise WireError(f"{name[:100]!r} is not a file of a run", "this is a bug; report it")
+        raise WireError(f"{name[:100]!r} is not a file of a run", "this is a bug. Report it")
     return name
 
 
@@ -156,17 +159,17 @@ class RunMirror:
         """Send the heartbeats, without waiting for large files."""
         for path in (self._root / "logs").glob(f"[!.]*{BEAT}"):
             with contextlib.suppress(FileNotFoundError):  # it has just been replaced
-                self._send(FileChanges((FileChange(f"logs/{path.name}", path.read_bytes()),)))
+                self._send(FileChanges((FileChange(f"logs/{path.name}", read_bytes(path)),)))
 
     def _read(self, name: str) -> FileChange:
         path = self._root / name
         if name in APPENDED:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 file.seek(self._lengths.get(name, 0))
                 data = file.read()
             return FileChange(name, data[: data.rfind(b"\n") + 1], is_appended=True)
         if path.stat().st_size <= MAX_INLINE_BYTES:
-            return FileChange(name, path.read_bytes())
+            return FileChange(name, read_bytes(path))
         return FileChange(name, stored=store_file(self._blobs, path, salt=secrets.token_bytes(16)))
 
     def _iter_files(self) -> Iterator[tuple[str, Path]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sightline.errors import ResumeRefused
+from sightline.regular_file import read_text
 from sightline.wire.file import write_atomic
 
 
@@ -82,7 +83,7 @@ class RunDir:
 
     def read_id(self) -> str:
         try:
-            return self.id_file.read_text(errors="replace").strip()
+            return read_text(self.id_file, errors="replace").strip()
         except OSError as error:
             raise ResumeRefused(
                 f"{self.id_file} cannot be read: {error.strerror}",

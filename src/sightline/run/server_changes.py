@@ -9,12 +9,12 @@ file has changed.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from sightline.regular_file import open_file
 from sightline.run.run_dir import RunDir
 from sightline.wire.file import add_checksum, read_checked, write_atomic
 
@@ -35,7 +35,7 @@ def list_wanted(run_dir: RunDir, base: Sequence[str]) -> dict[str, Wanted]:
     """Return the wanted state of each server, for a run file with the servers `base`."""
     wanted: dict[str, Wanted] = dict.fromkeys(base, SERVE)
     if run_dir.servers.exists():
-        fix = "remove it; the run then uses the servers of its run file"
+        fix = "remove it. The run then uses the servers of its run file"
         changes = read_checked(run_dir.servers, ServerChanges, fix)
         if changes.base == tuple(base):
             wanted |= changes.servers
@@ -44,15 +44,9 @@ def list_wanted(run_dir: RunDir, base: Sequence[str]) -> dict[str, Wanted]:
 
 def change_server(run_dir: RunDir, base: Sequence[str], url: str, wanted: Wanted) -> None:
     """Record that `url` should serve, drain or be removed."""
-    with _locked(run_dir):
+    with open_file(run_dir.id_file) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         servers = list_wanted(run_dir, base) | {url: wanted}
         known = {name: state for name, state in servers.items() if state != REMOVE or name in base}
         data = msgspec.json.encode(ServerChanges(tuple(base), known))
         write_atomic(run_dir.servers, add_checksum(data))
-
-
-@contextmanager
-def _locked(run_dir: RunDir) -> Iterator[None]:
-    with open(run_dir.id_file) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

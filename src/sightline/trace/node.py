@@ -89,7 +89,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
             raise Misaligned(
                 f"node {self.id}: {len(self.logprobs)} logprobs for {num_tokens} tokens, sampled "
                 f"from {self.sampled_start} on",
-                "drop the rollout; its producer is broken",
+                "drop the rollout. Its producer is broken",
             )
         if bool(self.finish_reason) != bool(num_sampled):
             raise Misaligned(

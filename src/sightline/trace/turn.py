@@ -163,7 +163,7 @@ class Turn:
         raise Misaligned(
             f"trace {self._graph.id}: {len(self._new_messages)} new messages end at {stops} "
             f"in {len(self.prompt_ids)} tokens, of which those from {self._branch_point.start} on "
-            f"are new; the last slot ends at {self.slots[-1].end if self.slots else None}",
+            f"are new. The last slot ends at {self.slots[-1].end if self.slots else None}",
             "this is a bug in the renderer: it must return one span per message, with the slots "
             "inside, and then the header of the assistant's turn",
         )

@@ -93,7 +93,7 @@ def _check_slot(
 
 def _misaligned(batch: MicroBatch, at: int, problem: str) -> Misaligned:
     token = f"step {batch.step}, sample {_find_sample(batch, at)}, token {at} of its micro-batch"
-    fix = "this data must not train; keep batches/ of the step and report it"
+    fix = "this data must not train. Keep batches/ of the step and report it"
     return Misaligned(f"{token}: {problem}", fix)
 
 

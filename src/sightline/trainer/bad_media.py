@@ -28,7 +28,7 @@ class DroppedSample:
 
     sample: str
     image: str
-    """The digest; empty if the bytes never arrived."""
+    """The digest. Empty if the bytes never arrived."""
     reason: str
     problem: str
     fix: str = "repair the store (`sightline media verify`)"
@@ -51,7 +51,7 @@ class BadMediaPolicy:
         store: MediaStore,
         lost: Sequence[DroppedSample] = (),
     ) -> tuple[list[Sample], list[DroppedSample]]:
-        """Return the good samples and the dropped ones; raise if too many are dropped.
+        """Return the good samples and the dropped ones. Raise if too many are dropped.
 
         `lost` are samples that were already dropped, because an image never arrived.
         """

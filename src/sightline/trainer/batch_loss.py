@@ -61,7 +61,7 @@ class LossComputer:
     """The run's initial checkpoint, frozen."""
     teacher: FrozenModel | None = None
     value_head: torch.nn.Module | None = None
-    """Maps hidden states to values; a part of the model."""
+    """Maps hidden states to values, as a part of the model."""
     exact: bool = False
     """Whether logprobs are bit-identical to the sampler's (`[model] exact`)."""
     banned: Int[Tensor, " ids"] = field(init=False)

@@ -29,7 +29,7 @@ from sightline.config import (
 from sightline.errors import ConfigError, ResumeRefused
 from sightline.families import Family, Forward, load_family, load_renderer
 from sightline.families.checkpoint_files import resolve_checkpoint
-from sightline.families.device_copy import allocate_pinned
+from sightline.families.device_copy import allocate_rows
 from sightline.media import MediaStore, open_store
 from sightline.pack import PackSize
 from sightline.pixels import Materializer, SharedPatches
@@ -71,13 +71,13 @@ from sightline.trainer.shard import (
 from sightline.trainer.snapshot import load_shards, restore
 from sightline.trainer.watchdog import LONG_LIMIT_S, BackgroundTask, StallWatchdog
 from sightline.wire.control import BatchReady, ControlMessage
-from sightline.wire.weights import check_history
+from sightline.wire.weights import Manifest, check_history
 
 MEGABYTE = 1 << 20
 
 
 def pick_rank_device(name: str, ranks: RankInfo) -> torch.device:
-    """Return a rank's device; the ranks of one machine use its GPUs in turn."""
+    """Return a rank's device. The ranks of one machine use its GPUs in turn."""
     device = torch.device(pick_device(name))
     if device.type == "cuda":
         if str(device) == "cuda":
@@ -190,8 +190,7 @@ def build_preparer(
     """Build the preparer. `sampled` is False for conversations, which have no pixel digests."""
     trainer, settings = learner.config, learner.algorithm.settings
     return BatchPreparer(
-        family=learner.family,
-        materializer=pixels.materializer,
+        pixels=pixels,
         limit=PackSize(trainer.micro_batch_tokens, trainer.micro_batch_patches),
         bad_media=BadMediaPolicy(media.max_bad_fraction, not sampled),
         aggregation=load_aggregation(settings.aggregation, settings.aggregation_args),
@@ -199,7 +198,6 @@ def build_preparer(
         num_minibatches=settings.minibatches,
         seed=learner.seed,
         max_sequence_tokens=trainer.max_sequence_tokens,
-        pixels=pixels,
     )
 
 
@@ -224,7 +222,7 @@ def build_pixels(learner: Learner, store: MediaStore) -> MicroBatchPixels:
     return MicroBatchPixels(
         materializer,
         half // len(here) * 7 // 8,  # an eighth is for the images that rank 0 verifies
-        allocate=partial(allocate_pinned, device=learner.device),
+        allocate=partial(allocate_rows, device=learner.device),
         is_pinned=learner.device.type == "cuda",
         keep=machines[0].split()[0] != machine,  # on rank 0's machine, rank 0 has cached them
     )
@@ -244,7 +242,7 @@ class Orchestrator(NamedTuple):
     """Rank 0's connection to the orchestrator in `rl`."""
 
     announcements: Callable[[], BatchReady | None]
-    """Waits for the next batch; returns None after the last."""
+    """Waits for the next batch. Returns None after the last."""
     send: Callable[[ControlMessage], None]
     send_checkpoints: Callable[[], None] = lambda: None
     """Sends new checkpoints to a run directory on another machine."""
@@ -284,11 +282,7 @@ def build(
     if resume.path is not None:
         shards = open_shards(resume.path)
         restore(shards, learner.forward.model, learner.optimizer, learner.dims, resume.path)
-        if learner.device.type != "cpu":  # on a CPU, replayed versions have the same bits
-            stop_step = resume.step + 2
-            while run_dir.batch(stop_step).is_file():
-                stop_step += 1
-            learner.replayed = range(resume.step + 2, stop_step)
+        learner.replayed = find_replayed_steps(learner.device, run_dir, resume.step)
     events = None
     if ranks.is_lead:
         events = EventLog(run_dir.metrics, "trainer")
@@ -317,6 +311,17 @@ def build(
         task = BackgroundTask("publish", feed.fail, watch())
         _add_publishing(writer, config, orchestrator, task, resume.step)
     return TrainerComponents(feed, learner, writer, resume.step)
+
+
+def find_replayed_steps(device: torch.device, run_dir: RunDir, step: int) -> range:
+    """Return the steps whose batches versions sampled that a resume from `step` computes again.
+
+    On a CPU, those versions have the same bits.
+    """
+    stop = step + 2
+    while device.type != "cpu" and run_dir.batch(stop).is_file():
+        stop += 1
+    return range(step + 2, stop)
 
 
 def _limit_memory(config: RunFile, ranks: RankInfo) -> None:
@@ -383,7 +388,8 @@ def _add_publishing(
     transport = find_transport(config, has_gpu, load_engine(config.inference.engine).can_adopt)
     check_history(run_dir.weights, step)
     publisher = transport.open_publisher(config, run_dir)
-    writer.async_publisher = AsyncPublisher(
-        transport.name, publisher, writer.dtype, task, writer.adapter, run_dir.read_id()
+    draft = Manifest(
+        0, 0, [], transport=transport.name, adapter=writer.adapter, run=run_dir.read_id()
     )
+    writer.async_publisher = AsyncPublisher(publisher, task, draft)
     writer.ledger, writer.send = Ledger(run_dir.ledger, step), orchestrator.send

@@ -28,8 +28,9 @@ import msgspec
 from torch import nn
 from torch.optim import Optimizer
 
-from sightline.compute.tensor_file import fsync_path, is_intact
+from sightline.compute.tensor_file import is_intact
 from sightline.errors import ResumeRefused
+from sightline.media.files import sync_directory
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.ranks import NO_CHANNEL
 from sightline.trainer.snapshot import MAX_THREADS, ShardReader, ShardSnapshot, take_snapshot
@@ -65,7 +66,7 @@ class ResumePoint:
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """Read the manifest of the checkpoint at `path`; raise if it is missing or torn."""
+    """Read the manifest of the checkpoint at `path`. Raise if it is missing or torn."""
     try:
         manifest = read_checked(path / MANIFEST, CheckpointManifest, _USE_ANOTHER)
     except ResumeRefused as error:
@@ -149,11 +150,10 @@ class CheckpointStore:
                 )
         ShardReader(part / file.name for file in manifest.files)  # raises if a row is missing
         write_atomic(part / MANIFEST, add_checksum(msgspec.json.encode(manifest)))
-        fsync_path(part)
         # An existing checkpoint of this step was refused, or the run would not repeat the step.
         shutil.rmtree(target, ignore_errors=True)
         os.rename(part, target)
-        fsync_path(self.root)
+        sync_directory(self.root)
         for old in self.all()[: -self.keep]:
             if not self.keep_every or step_of(old) % self.keep_every:
                 shutil.rmtree(old)
@@ -245,7 +245,7 @@ class Ledger:
 def read_ledger(path: Path, step: int = 0) -> list[LedgerLine]:
     """Return the ledger's lines. Raise if a line is damaged, or if a step up to `step`, the
     checkpoint's step, is missing."""
-    fix = "put it back from a copy; checkpoints and batches are not touched"
+    fix = "put it back from a copy. Checkpoints and batches are not touched"
     lines = read_checked_lines(path, LedgerLine, fix)
     if [line.step for line in lines if line.step <= step] != list(range(1, step + 1)):
         problem = f"{path} does not hold every step up to the checkpoint's {step}"

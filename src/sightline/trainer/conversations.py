@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sightline.config import DataConfig, MediaConfig
+from sightline.config import DataConfig
 from sightline.envs import Environment
 from sightline.envs.protocol import Tools
 from sightline.envs.task_files import open_tasks, put_cell_images
 from sightline.errors import MediaError, MessageError
-from sightline.media import ImageIngestor, MediaRef, MediaStore
+from sightline.media import MediaRef, MediaStore
 from sightline.media.video import find_video_mime
 from sightline.message import (
     IMAGE_KINDS,
@@ -28,6 +28,7 @@ from sightline.message import (
     put_images,
     to_messages,
 )
+from sightline.regular_file import open_file
 
 TRAIN, HELD_OUT = "train", "eval"
 _CELL_KEYS = {"bytes", "path"}
@@ -52,7 +53,7 @@ class TrainingConversation:
 
 
 class Demonstrations:
-    """The demonstrations of an environment; none is held out."""
+    """The demonstrations of an environment. None is held out."""
 
     num_held_out = 0
 
@@ -156,7 +157,7 @@ class _RowImages:
         self._used: list[int] = []
 
     def fill(self, messages: Any) -> Any:
-        """Return the messages with refs in place of images; other values stay as they are."""
+        """Return the messages with refs in place of images. Other values stay as they are."""
         if not isinstance(messages, list):
             return messages
         return [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
@@ -222,21 +223,13 @@ class _RowImages:
 
 
 def _decode_cell(cell: Any, path: str) -> Any:
-    """Return the value of a cell; some tables hold nested values as JSON text."""
+    """Return the value of a cell. Some tables hold nested values as JSON text."""
     if not isinstance(cell, str):
         return cell
     try:
         return json.loads(cell)
     except ValueError as error:
         raise MessageError.at(path, f"text that is not JSON: {error}", "fix the row") from error
-
-
-def open_conversations(
-    data: DataConfig, media: MediaConfig, store: MediaStore, seed: int
-) -> FileConversations:
-    return FileConversations(
-        data, store.put, ImageIngestor(store, media.file_roots, media.http_hosts), seed
-    )
 
 
 class _PlaceholderResolver:
@@ -249,7 +242,7 @@ class _PlaceholderResolver:
         if isinstance(source, Path):
             if not source.is_file():
                 raise MediaError(f"no image at {source}", "put it there, or fix the row")
-            with source.open("rb") as file:
+            with open_file(source) as file:
                 source = file.read(16)
         is_video = isinstance(source, bytes) and find_video_mime(source) is not None
         return self.video if is_video else self.image

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -27,7 +25,7 @@ from sightline.trainer.lora import (
     save_adapters,
 )
 from sightline.trainer.snapshot import restore_model
-from sightline.wire.file import write_sums
+from sightline.wire.file import replace_checkpoint, write_sums
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTERS = "adapter"
@@ -38,12 +36,6 @@ def export_checkpoint(
     source: Path, target: Path, model: nn.Module, dtype: torch.dtype | None = None
 ) -> None:
     """Write the model to `target`, tensor by tensor, with the source's names and layout."""
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
-            shutil.copy2(file, part / file.name)
     # A checkpoint also holds buffers, such as the bias of a router. They do not train.
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
@@ -56,12 +48,11 @@ def export_checkpoint(
         weights, gather = revert_weight_conversion(model, full), keep_tensor
     transposed = find_transposed(known, weights)
     form = {"format": "pt"}
-    written = write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, form, transposed)
-    if has_adapters(model):
-        save_adapters(model, part / ADAPTERS, source)
-    write_sums(part, {written.name: written.sha256})
-    shutil.rmtree(target, ignore_errors=True)
-    os.rename(part, target)
+    with replace_checkpoint(source, target) as part:
+        written = write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, form, transposed)
+        if has_adapters(model):
+            save_adapters(model, part / ADAPTERS, source)
+        write_sums(part, {written.name: written.sha256})
 
 
 def gather_for_export(model: nn.Module) -> None:
@@ -84,7 +75,7 @@ def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, targ
 
 
 def get_newest_checkpoint(root: Path) -> Path:
-    """Return the newest intact checkpoint under `root`; raise if there is none."""
+    """Return the newest intact checkpoint under `root`. Raise if there is none."""
     chosen = CheckpointStore(root, keep=1).choose()
     if chosen.path is None:
         reason = f": {chosen.refused[0]}" if chosen.refused else ""

@@ -26,9 +26,7 @@ from msgspec.structs import replace as replace_fields
 from sightline.algo.algorithm import Algorithm, RolloutBatch, compute_advantages
 from sightline.algo.credit import AggregationFunction, by_tokens
 from sightline.errors import MediaError, Misaligned, WireError
-from sightline.families import Family
 from sightline.pack import PackSize, pack, truncate
-from sightline.pixels import Materializer
 from sightline.trainer.bad_media import (
     BadMediaError,
     BadMediaPolicy,
@@ -73,7 +71,7 @@ class ReadyBatch:
     materialize_s: float
     """Seconds for reading, materializing and digesting the items, before packing."""
     num_samples: int = 0
-    """Samples of the batch; only rank 0 knows this and the counts below."""
+    """Samples of the batch. Only rank 0 has these and the counts below."""
     num_slots: int = 0
     """Items that the samples show, with repetitions."""
     num_items: int = 0
@@ -147,23 +145,18 @@ class ReadyBatch:
 
 @dataclass
 class BatchPreparer:
-    family: Family
-    materializer: Materializer
+    pixels: MicroBatchPixels
+    """Makes the pixels of this rank's micro-batches."""
     limit: PackSize
     bad_media: BadMediaPolicy = BadMediaPolicy()
     aggregation: AggregationFunction = by_tokens
     max_sequence_tokens: int = 0
     """Maximum tokens of a sample; 0 for no limit."""
-    pixels: MicroBatchPixels | None = None
-    """Makes the pixels of this rank's micro-batches; by default without a memory limit."""
     algorithm: Algorithm | None = None
     """Computes the advantages of batches that have none stored."""
     num_minibatches: int = 1
     seed: int = 0
     """Seed, together with the step, of the assignment of groups to minibatches."""
-
-    def __post_init__(self) -> None:
-        self.pixels = self.pixels or MicroBatchPixels(self.materializer)
 
     def prepare(self, batch: Batch, digest: str, lost: Sequence[DroppedSample] = ()) -> ReadyBatch:
         """Prepare a batch for training. `lost` are samples already dropped for bad media."""
@@ -175,11 +168,12 @@ class BatchPreparer:
             batch, truncated = Batch(batch.step, fitting), dict(counts)
         began = time.monotonic()
         digests, problems = self._digest_items(batch)
-        store = self.materializer.store
+        materializer = self.pixels.materializer
+        store, family = materializer.store, materializer.family
         usable, dropped = self.bad_media.filter_samples(batch, digests, problems, store, lost)
         spent = time.monotonic() - began
         minibatches = [
-            pack(samples, batch.step, self.family, self.limit, self.aggregation)
+            pack(samples, batch.step, family, self.limit, self.aggregation)
             for samples in self._split(usable, batch.step)
         ]
         return ReadyBatch(
@@ -235,9 +229,9 @@ class BatchPreparer:
         wanted = {item: sample for sample in batch.samples for item in sample.items}
         digests: dict[MediaItem, str] = {}
         problems: dict[MediaItem, BadMediaError] = {}
-        self.materializer.store.prefetch(ref for item in wanted for ref in item.refs)
-        assert self.pixels is not None
-        for item, flight in self.materializer.iterate(wanted, self.pixels.item_bytes):
+        materializer = self.pixels.materializer
+        materializer.store.prefetch(ref for item in wanted for ref in item.refs)
+        for item, flight in materializer.iterate(wanted, self.pixels.item_bytes):
             try:
                 digests[item] = flight.result().digest
             except Misaligned as error:
@@ -245,8 +239,8 @@ class BatchPreparer:
             except MediaError as error:
                 if isinstance(error.__cause__, OSError):
                     # A disk error may be temporary, and a replay would then train on other samples.
-                    store, sample = self.materializer.store, wanted[item]
-                    raise add_location(error, sample.trace_id, batch.step, item, store) from error
+                    name, store = wanted[item].trace_id, materializer.store
+                    raise add_location(error, name, batch.step, item, store) from error
                 problems[item] = error
             del flight  # frees its pixels before the next item is made
         return digests, problems

@@ -211,7 +211,7 @@ class Learner(LossComputer):
     def _check_finite(
         self, ready: ReadyBatch, sums: dict[str, float], num_updates: int
     ) -> dict[str, float | None]:
-        """Return the step's metrics over all ranks; raise if the loss or a gradient diverged.
+        """Return the step's metrics over all ranks. Raise if the loss or a gradient diverged.
 
         Diverged weights are neither published nor saved.
         """
@@ -238,7 +238,7 @@ class Learner(LossComputer):
         return figures
 
     def _probe(self, ready: ReadyBatch) -> ImageSwapProbe | None:
-        """Probe one micro-batch of the step before the update; rank 0 returns the result."""
+        """Probe one micro-batch of the step before the update. Rank 0 returns the result."""
         if not self.diagnostics_every or ready.step % self.diagnostics_every:
             return None
         candidate = pick_probe_micro_batch(ready.micro_batches)

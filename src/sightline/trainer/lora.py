@@ -152,10 +152,12 @@ def describe_adapter_base(model: nn.Module, dtype: torch.dtype) -> Adapter:
     return Adapter(base, SAFETENSORS_DTYPES[dtype], scales)
 
 
-def select_published(
-    model: nn.Module, adapter: Adapter | None, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], Gather, torch.dtype | None]:
-    """Return the tensors of a version, the function that gathers them, and the dtype to write.
+Selected = tuple[dict[str, Tensor], Gather, torch.dtype | None]
+"""The tensors of a version, the function that gathers them, and the dtype to write."""
+
+
+def select_published(model: nn.Module, adapter: Adapter | None, dtype: torch.dtype) -> Selected:
+    """Return what to publish of a model.
 
     Adapters keep their training dtype: rounded adapters would not merge to the trainer's weights.
     """
@@ -221,7 +223,7 @@ VALUE_HEAD = "value_head"
 def add_value_head(
     forward: Forward, algorithm: Algorithm, device: torch.device, seed: int
 ) -> nn.Module | None:
-    """Add the algorithm's value head to the model; return None if it needs no values.
+    """Add the algorithm's value head to the model. Return None if it needs no values.
 
     All ranks draw the same initial values.
     """

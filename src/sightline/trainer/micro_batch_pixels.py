@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sightline.errors import MediaError, PixelMismatch
-from sightline.families.device_copy import round_pinned
+from sightline.families.device_copy import allocate_rows, round_pinned
 from sightline.pixels import Materializer, widen_patches
 from sightline.trainer.bad_media import add_location, build_pixel_mismatch
 from sightline.wire.micro_batch import MicroBatch
@@ -26,16 +26,12 @@ AllocatePatches = Callable[[int, int], np.ndarray]
 """Allocates memory for patches, given their number and the bytes of each."""
 
 
-def allocate_patches(num: int, values: int) -> np.ndarray:
-    return np.empty((num, values), np.uint8)
-
-
 @dataclass
 class MicroBatchPixels:
     materializer: Materializer
     max_bytes: int = sys.maxsize
     """Memory limit for this rank's micro-batches and their items."""
-    allocate: AllocatePatches = allocate_patches
+    allocate: AllocatePatches = allocate_rows
     is_pinned: bool = False
     """Whether `allocate` returns page-locked memory, whose size torch rounds up."""
     keep: bool = False

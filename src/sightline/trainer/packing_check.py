@@ -16,12 +16,12 @@ MAX_SEQUENCES = 8
 """Sequences of one micro-batch that are computed alone."""
 SERVER = (
     "The trainer computes the same logprobs for a sequence alone, so suspect the server: if all "
-    "tokens differ, it has other weights or another dtype; if only tokens after images differ, it "
+    "tokens differ, it has other weights or another dtype. If only tokens after images differ, it "
     "has other pixels. Fix the server and start a new run"
 )
 EITHER = (
     "Score a trace again with `sightline trace replay`: if the server then gives the trainer's "
-    "logprobs, suspect its caches or weights; if it gives its own again, compare both sides with "
+    "logprobs, suspect its caches or weights. If it gives its own again, compare both sides with "
     "transformers"
 )
 

@@ -1,4 +1,4 @@
-"""The device mesh and its collectives. Only this module knows the number of ranks.
+"""The device mesh and its collectives. Only this module reads the number of ranks.
 
 The mesh has one axis, `data`: its ranks train on different micro-batches and hold different shards
 of the parameters.

@@ -2,7 +2,7 @@
 
 A model can train blind while loss and reward look normal, because pixels are lost or the tower is
 not connected. Swapping its images then changes nothing. Only images of the same grid are
-swapped, so tokens and positions stay the same. One rank probes one micro-batch; the others run the
+swapped, so tokens and positions stay the same. One rank probes one micro-batch. The others run the
 same number of passes, because all ranks gather the blocks of a sharded model together.
 """
 
@@ -48,13 +48,17 @@ class ImageSwapProbe:
         return self.change <= max(NOISE * self.noise, FLOOR)
 
     @property
+    def is_weak(self) -> bool:
+        return self.change < WEAK_CHANGE
+
+    @property
     def words(self) -> str:
         if self.is_blind:
             return (
                 f"Blind: swapping the images does not change the logprobs of {self.tokens} tokens. "
                 "The pixels do not reach the model, so it learns to guess."
             )
-        uses = "barely uses" if self.change < WEAK_CHANGE else "uses"
+        uses = "barely uses" if self.is_weak else "uses"
         return (
             f"The model {uses} its images: swapping them changes token logprobs by "
             f"{self.change:.2g} on average ({self.tokens} tokens)."
@@ -94,22 +98,20 @@ def find_tokens_behind(ready: ReadyMicroBatch, moved: IsMoved) -> IsChosen:
     return sees[batch.trained.numpy()]
 
 
-def _can_probe(ready: ReadyMicroBatch) -> bool:
-    """Return whether trained tokens may attend to an image that can be swapped."""
-    return bool(find_tokens_behind(ready, _find_donors(ready)[1]).any())
-
-
 def pick_probe_micro_batch(
     candidates: Sequence[ReadyMicroBatch],
 ) -> tuple[str, ReadyMicroBatch] | None:
-    """Return a micro-batch to probe, with its name: the same on any number of ranks."""
+    """Return a micro-batch to probe, with its name: the same on any number of ranks.
+
+    Some of its trained tokens may attend to an image that can be swapped.
+    """
     named = [
         (f"{first.trace_id}/{first.node}", ready)
         for ready in candidates
         for first in ready.batch.origins[:1]
+        if find_tokens_behind(ready, _find_donors(ready)[1]).any()
     ]
-    named.sort(key=lambda candidate: candidate[0])
-    return next((candidate for candidate in named if _can_probe(candidate[1])), None)
+    return min(named, key=lambda candidate: candidate[0], default=None)
 
 
 def probe(ready: ReadyMicroBatch, score: Score) -> ImageSwapProbe:

@@ -35,7 +35,7 @@ NAME = "trainer"
 def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, hub: str) -> None:
     """Train as one rank until the run ends.
 
-    Rank 0 of `rl` connects to the orchestrator at `hub`; other ranks talk to rank 0 only. Rank 0
+    Rank 0 of `rl` connects to the orchestrator at `hub`. Other ranks talk to rank 0 only. Rank 0
     waits for every rank to start before it loads the model, which is a collective, and for every
     rank to have loaded it before it hands out the first batch.
     """
@@ -119,7 +119,7 @@ def _connect(spoke: Spoke, config: RunFile | SftFile, run_dir: RunDir) -> Orches
             return None
         if not isinstance(message, BatchReady):
             raise WireError(
-                f"the trainer received a {type(message).__name__}", "this is a bug; report it"
+                f"the trainer received a {type(message).__name__}", "this is a bug. Report it"
             )
         return message
 

@@ -88,7 +88,7 @@ class RankChannel:
         self._ending.acquire()
 
     def collect_files(self, step: int, files: list[WeightFile]) -> list[WeightFile] | None:
-        """Hand over this rank's files of the checkpoint of `step`; rank 0 returns every rank's."""
+        """Hand over this rank's files of the checkpoint of `step`. Rank 0 returns every rank's."""
         return files
 
     def fail(self, problem: str) -> None:
@@ -164,7 +164,7 @@ class LeadChannel(RankChannel):
             )
 
     def send_shares(self, shares: list[RankAssignment]) -> None:
-        """Send ranks 1 and up their shares, in order; return when all have received theirs."""
+        """Send ranks 1 and up their shares, in order. Return when all have received theirs."""
         # Set before sending: the first answer may arrive before the last share is sent.
         step = self._step = shares[0].step if shares else self._step
         for rank, share in enumerate(shares, start=1):
@@ -200,7 +200,7 @@ class LeadChannel(RankChannel):
     def _wait(
         self, list_missing: Callable[[], set[int]], timeout_s: float, problem: str, fix: str
     ) -> None:
-        """Wait until no rank is missing; after `timeout_s`, raise with their numbers."""
+        """Wait until no rank is missing. After `timeout_s`, raise with their numbers."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while (missing := list_missing()) and (left_s := deadline - time.monotonic()) > 0:
@@ -302,7 +302,7 @@ class FollowerChannel(RankChannel):
             self._end(self._rank, message)
         elif not isinstance(message, (RankAssignment, wire.NoMoreWork)):
             raise WireError(
-                f"rank {self._rank} received a {type(message).__name__}", "this is a bug; report it"
+                f"rank {self._rank} received a {type(message).__name__}", "this is a bug. Report it"
             )
         elif problem := self._find_gap(message):
             self.fail(problem)
@@ -315,7 +315,7 @@ class FollowerChannel(RankChannel):
             self._shares.put(None)
 
     def _find_gap(self, message: RankAssignment | wire.NoMoreWork) -> str:
-        """Describe a message that was lost or came twice; empty if there is none."""
+        """Describe a message that was lost or came twice. Empty if there is none."""
         expected = self._step + (isinstance(message, RankAssignment) and not message.held_out)
         received = f"rank {self._rank} received {type(message).__name__} {message.step}"
         return "" if message.step == expected else f"{received}, not {expected}"

@@ -1,20 +1,20 @@
 """Writes the trainer's results in an order that survives a kill at any moment.
 
 Every rank of `rl` and `sft` has a writer and calls the same methods in the same order, because
-gathering weights is a collective. Rank 0 writes files and events; the others send their shards.
+gathering weights is a collective. Rank 0 writes files and events. The others send their shards.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from msgspec.structs import replace
 
 from sightline.compute.model import MODEL_DTYPES
 from sightline.compute.weight_transport import WeightPublisher
@@ -26,7 +26,7 @@ from sightline.trainer.checkpoint import CheckpointSaver, Ledger
 from sightline.trainer.export import export_checkpoint, gather_for_export
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
-from sightline.trainer.lora import gather_for_lead, select_published
+from sightline.trainer.lora import Selected, gather_for_lead, select_published
 from sightline.trainer.packing_check import describe_suspect
 from sightline.trainer.step_result import StepResult
 from sightline.trainer.watchdog import BackgroundTask
@@ -54,11 +54,13 @@ class RunWriter:
     adapter: Adapter | None = None
     """The base of LoRA adapters, if they are published unmerged."""
     ledger: Ledger | None = None
-    """Lists the batch of every step; on rank 0 of `rl`."""
+    """Lists the batch of every step. Only on rank 0 of `rl`."""
     async_publisher: AsyncPublisher | None = None
-    """Writes or sends versions in a thread; on rank 0 of `rl`."""
+    """Writes or sends versions in a thread. Only on rank 0 of `rl`."""
     send: Callable[[ControlMessage], None] | None = None
     """Sends messages to the orchestrator; on rank 0 of `rl`."""
+    _recent_s: list[float] = field(default_factory=list)
+    """Durations of the last steps, for the time left."""
     _nll: float = 0.0
     _num_tokens: float = 0.0
 
@@ -92,7 +94,7 @@ class RunWriter:
                 raise PolicyMismatch(
                     f"step {ready.step}: sampler and trainer differ by a KL of {kl:.3g} per token "
                     f"over {result.metrics['fresh_tokens']:.0f} tokens of version "
-                    f"{ready.step - 1}; the limit is {limit:g}",
+                    f"{ready.step - 1}. The limit is {limit:g}",
                     "the step was neither published nor kept. `sightline view` shows the mismatch "
                     f"by image and turn. {describe_suspect(ready, self.learner, limit)}. If this "
                     "difference is expected, resume with a higher [orchestrator] max_mismatch",
@@ -100,15 +102,15 @@ class RunWriter:
             self.ledger.add(ready.step, ready.digest)
 
     def publish(self, step: int, metrics: Metrics) -> None:
-        """Start publishing version `step`; return when the weights may change again.
+        """Start publishing version `step`. Return when the weights may change again.
 
         Wait until the previous version is published and this one is copied to the host.
         """
         if isinstance(self.config, SftFile):  # it only exports at the end
             return
-        model = self.learner.forward.model
+        selected = select_published(self.learner.forward.model, self.adapter, self.dtype)
         if self.async_publisher is None:
-            gather_for_lead(*select_published(model, self.adapter, self.dtype)[:2])
+            gather_for_lead(*selected[:2])
             return
 
         def tell(path: Path, manifest: Manifest) -> None:
@@ -118,7 +120,7 @@ class RunWriter:
             self.send(PublishedWeights(step, manifest.epoch, where, dict(metrics), oldest))
 
         vision_version = step if self.saver.train_vision else 0
-        self.async_publisher.put(model, step, vision_version, tell)
+        self.async_publisher.put(selected, step, vision_version, tell)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         """Start a checkpoint if one is due. `finish` waits for the last one."""
@@ -134,8 +136,12 @@ class RunWriter:
             kind, figures = "train", self._rl_figures(ready, result, busy, publish_s)
         else:
             kind, figures = "sft", {name: result.metrics[name] for name in _SFT_METRICS}
-            figures |= {"seconds": busy[1] - busy[0], "waited_s": ready.waited_s}
-            figures["steps_total"] = self.learner.steps
+            seconds = busy[1] - busy[0]
+            self._recent_s = [*self._recent_s[-19:], seconds + ready.waited_s]
+            mean_s = sum(self._recent_s) / len(self._recent_s)
+            figures |= {"seconds": seconds, "waited_s": ready.waited_s}
+            figures |= {"steps_total": self.learner.steps}
+            figures |= {"eta_s": (self.learner.steps - ready.step) * mean_s}
         figures["gpu_peak_gb"] = None
         if self.learner.device.type == "cuda":
             figures["gpu_peak_gb"] = torch.cuda.max_memory_allocated(self.learner.device) / 1e9
@@ -145,7 +151,12 @@ class RunWriter:
             self.events.write("bad_media", ready.step, **asdict(lost))
         if (probe := result.probe) is not None:
             self.events.write(
-                "probe", ready.step, **asdict(probe), is_blind=probe.is_blind, words=probe.words
+                "probe",
+                ready.step,
+                **asdict(probe),
+                is_blind=probe.is_blind,
+                is_weak=probe.is_weak,
+                words=probe.words,
             )
 
     def _rl_figures(
@@ -204,32 +215,25 @@ Announce = Callable[[Path, Manifest], None]
 
 @dataclass
 class AsyncPublisher:
-    """Publishes versions in the background, one at a time; on rank 0."""
+    """Publishes versions in the background, one at a time. Only on rank 0."""
 
-    transport: str
-    """The transport's name, stored in every manifest."""
     publisher: WeightPublisher
-    dtype: torch.dtype
     background_task: BackgroundTask
-    adapter: Adapter | None = None
-    """The base of LoRA adapters, if they are published unmerged."""
-    run: str = ""
-    """The run's id, stored in every manifest."""
+    draft: Manifest
+    """The fields that the manifests of all versions share."""
     previous_s: float | None = None
     """Seconds that the version before the newest took to publish."""
     _last_s: float | None = None
 
-    def put(self, model: nn.Module, step: int, vision_version: int, tell: Announce) -> None:
-        """Publish version `step`; return when the weights may change again.
+    def put(self, selected: Selected, step: int, vision_version: int, tell: Announce) -> None:
+        """Publish `selected` as version `step`; return when the weights may change again.
 
         A background thread calls `tell` when the manifest is on the disk.
         """
         self.background_task.wait()
         self.previous_s, began = self._last_s, time.monotonic()
-        self.publisher.take(*select_published(model, self.adapter, self.dtype))
-        draft = Manifest(
-            step, vision_version, [], transport=self.transport, adapter=self.adapter, run=self.run
-        )
+        self.publisher.take(*selected)
+        draft = replace(self.draft, version=step, vision_version=vision_version)
         work = partial(self._publish, draft, tell, began)
         self.background_task.start(f"publishing version {step}", work)
 

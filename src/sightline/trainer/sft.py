@@ -17,7 +17,7 @@ import numpy as np
 from sightline.config import SftFile
 from sightline.envs.protocol import build_environment
 from sightline.errors import MediaError, MessageError
-from sightline.media import MediaStore
+from sightline.media import ImageIngestor, MediaStore
 from sightline.message import Message
 from sightline.render import Renderer
 from sightline.render.protocol import Tools
@@ -30,8 +30,8 @@ from sightline.trainer.conversations import (
     TRAIN,
     ConversationSource,
     Demonstrations,
+    FileConversations,
     TrainingConversation,
-    open_conversations,
 )
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.watchdog import StallWatchdog
@@ -109,7 +109,8 @@ class ConversationBatches:
 def open_source(config: SftFile, store: MediaStore) -> ConversationSource:
     """Open the conversations of `[data]`, or the demonstrations of `[env]`."""
     if config.data is not None:
-        return open_conversations(config.data, config.media, store, config.run.seed)
+        ingestor = ImageIngestor(store, config.media.file_roots, config.media.http_hosts)
+        return FileConversations(config.data, store.put, ingestor, config.run.seed)
     assert config.env is not None
     return Demonstrations(build_environment(config.env), store, config.run.seed)
 

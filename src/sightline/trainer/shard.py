@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sightline.families import Forward
+from sightline.regular_file import read_text
 
 T = TypeVar("T")
 
@@ -94,4 +95,4 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def identify_machine() -> str:
     """Return an id that is unique to this machine and shared by its processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return read_text(boot).strip() if boot.exists() else socket.gethostname()

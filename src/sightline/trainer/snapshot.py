@@ -23,6 +23,8 @@ from sightline.compute.checkpoint_files import LocalRows, fill_rows
 from sightline.compute.tensor_file import split_by_size, write_tensors
 from sightline.compute.weights import check_parameters
 from sightline.errors import FamilyError, ResumeRefused, WeightsError
+from sightline.families.device_copy import copy_for_thread
+from sightline.regular_file import check_file
 from sightline.trainer.lora import is_value_head, plain_parameters
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.shard import ShardedModel
@@ -38,7 +40,7 @@ _PLACES = "places"
 
 @dataclass(frozen=True)
 class ShardSnapshot:
-    """The tensors of a checkpoint; copies on the CPU if training continues during the write."""
+    """The tensors of a checkpoint. Copies on the CPU if training continues during the write."""
 
     tensors: dict[str, Tensor]
     places: dict[str, tuple[int, int]]
@@ -69,7 +71,7 @@ def take_snapshot(
     for key, tensor in _named_tensors(model, optimizer):
         local, first = get_local_rows(tensor)
         if (local.numel() or not tensor.numel()) and (isinstance(tensor, DTensor) or dims.is_lead):
-            tensors[key] = local.detach().to("cpu", copy=True) if copy else local.detach()
+            tensors[key] = copy_for_thread(local.detach()) if copy else local.detach()
             places[key] = (first, _count_rows(tensor.shape))
     states = {RNG: torch.get_rng_state()}
     if torch.cuda.is_initialized():
@@ -102,7 +104,7 @@ class ShardReader:
         self._pieces: dict[str, list[tuple[int, int, Any]]] = {}
         self._num_rows: dict[str, int] = {}
         for path in files:
-            file = safe_open(path, "pt")
+            file = safe_open(check_file(path), "pt")
             for key, (first, rows) in json.loads(file.metadata()[_PLACES]).items():
                 length = _count_rows(file.get_slice(key).get_shape())
                 self._pieces.setdefault(key, []).append((first, first + length, file))
@@ -211,7 +213,7 @@ def _optimizer_indices(model: nn.Module, optimizer: Optimizer) -> dict[str, int]
 
 
 def _count_rows(shape: Iterable[int]) -> int:
-    """Return the length of the first dim; a scalar is one row."""
+    """Return the length of the first dim. A scalar is one row."""
     return next(iter(shape), 1)
 
 
@@ -225,8 +227,8 @@ def load_shards(sharded: ShardedModel, folder: Path, device: torch.device) -> No
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise FamilyError(
             f"the buffers {empty[:3]} of {folder} have no values on the meta device",
-            "create buffers outside the meta device in the family's `load`; see "
-            "docs/adding_a_family.md",
+            "create buffers outside the meta device in the family's `load`. See "
+            "docs/internals/adding_a_family.md",
         )
     parameters = plain_parameters(model)
     missing = {name for name, parameter in parameters.items() if parameter.is_meta}

@@ -85,13 +85,13 @@ class StepResult:
     metrics: dict[str, float | None]
     """Metrics over all ranks, equal on every rank."""
     scores: StepScores
-    """Logprobs of the trained tokens of all ranks; on rank 0."""
+    """Logprobs of the trained tokens of all ranks. Only on rank 0."""
     step_timer: StepTimer
     """Seconds of forward, backward and optimizer."""
     probe: ImageSwapProbe | None = None
-    """The image-swap probe, if this step ran one; on rank 0."""
+    """The image-swap probe, if this step ran one. Only on rank 0."""
     caches: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Hits, misses, evictions and bytes so far, summed over ranks; on rank 0."""
+    """Hits, misses, evictions and bytes so far, summed over ranks. Only on rank 0."""
 
 
 def copy_to_host(scored: list[tuple[MicroBatch, Tensor]]) -> list[tuple[MicroBatch, np.ndarray]]:
@@ -119,7 +119,7 @@ def check_same_bits(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> N
                 f"rollout {origin.trace_id}: {sampler[at]!r} at the sampler, {logprobs[at]!r} at "
                 "the trainer",
                 "the step was neither published nor kept. Use the same kind of device and the same "
-                "version of torch for server and trainer; if they are equal, report this with the "
+                "version of torch for server and trainer. If they are equal, report this with the "
                 "run directory, or start a new run without exact",
             )
 

@@ -56,7 +56,7 @@ def score_tokens(
 ) -> TokenScores:
     """Score `tokens`, predicted by `hidden`, with the model and the reference, if there is one.
 
-    `backend` is a backend of torch.compile; empty compiles nothing.
+    `backend` is a backend of torch.compile. An empty name compiles nothing.
     """
     forward, reference = models
 
@@ -94,7 +94,7 @@ def _score_logits(
     temperature: Temperature,
     needs: Needs,
 ) -> _Scores:
-    """Return logprobs, entropy, KL and the reference's logprobs; empty if not needed."""
+    """Return logprobs, entropy, KL and the reference's logprobs, empty if not needed."""
     log_p = log_softmax(logits, banned, temperature)
     logprobs = log_p.gather(-1, tokens[:, None]).squeeze(-1)
     entropy = kl = reference_logprobs = logprobs.new_zeros(0)

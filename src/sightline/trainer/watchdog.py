@@ -37,7 +37,7 @@ class StallWatchdog:
         self._limit_s, self._tell, self._heartbeat_file = limit_s, tell, heartbeat_file
         self._since, self._min_limit_s = time.monotonic(), 0.0
         self.activity = ""
-        """The current activity; empty if there is none."""
+        """The current activity. Empty if there is none."""
         if limit_s:
             threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
@@ -50,7 +50,7 @@ class StallWatchdog:
         self.activity = ""
 
     def problem(self) -> str:
-        """Return the activity that is stuck, in words; empty if none is."""
+        """Return the activity that is stuck, in words. Empty if none is."""
         activity, still_s = self.activity, time.monotonic() - self._since
         limit_s = max(self._limit_s, self._min_limit_s)
         if not activity or still_s < limit_s:
@@ -70,7 +70,7 @@ class StallWatchdog:
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         self._tell(problem)
         # The launcher quotes the last line.
-        print(f"{problem}; the stacks of all threads are above", file=sys.stderr, flush=True)
+        print(f"{problem}. The stacks of all threads are above", file=sys.stderr, flush=True)
         os._exit(STALLED_EXIT_CODE)
 
 

@@ -48,7 +48,7 @@ class RetryingClient:
     retry_statuses: tuple[int, ...] = (503,)
     """Statuses after which the same request may succeed."""
     token: str = field(default="", repr=False)
-    """Token sent with every request; empty for none."""
+    """Token sent with every request. Empty for none."""
     unreachable_fix: str = "check the address, and that the server runs"
     """The error's fix if nothing answers."""
     num_requests: int = field(default=0, init=False)
@@ -74,7 +74,7 @@ class RetryingClient:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
-        """Return the body of the answer; raise EngineError if there is none or it is not 200."""
+        """Return the body of the answer. Raise EngineError if there is none or it is not 200."""
         give_up, wait_s, num_tries = math.inf, self.first_retry_s, 0
         while True:
             num_tries += 1
@@ -92,7 +92,7 @@ class RetryingClient:
             wait_s = min(wait_s * 2, self.longest_retry_s)
 
     async def wait_reachable(self, path: str, timeout_s: float = math.inf) -> bytes:
-        """Wait for the answer to a GET of `path`; return no bytes if it is a permanent refusal."""
+        """Wait for the answer to a GET of `path`. Return no bytes if it is a permanent refusal."""
         give_up = time.monotonic() + timeout_s
         while True:
             result = await self._try("GET", path, None, {})
@@ -103,7 +103,7 @@ class RetryingClient:
             await asyncio.sleep(0.1)
 
     async def get(self, path: str) -> bytes:
-        """GET once, with any status; raise OSError or TimeoutError if nothing answers."""
+        """GET once, with any status. Raise OSError or TimeoutError if nothing answers."""
         async with self._get_session().get(self.base_url + path) as answer:
             return await answer.read()
 

@@ -2,9 +2,9 @@
 
 A web page can make a browser post to this machine, or resolve its own name to it. So a request must
 name the server by an address, come from the same origin, and post JSON, which a page cannot send
-without a preflight request. A server with a token requires it too. There are limits on the size and
-duration of a request's head, the duration of its body, the time in which a client reads none of its
-response, and the number of connections.
+without a preflight request. A server with a token requires it too. The server limits the size and
+duration of a request's head, the duration of its body, and the number of connections. It also
+limits the time in which a client reads none of its response.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
@@ -50,9 +51,9 @@ class RequestGuard:
     host: str
     """The address that the server is bound to."""
     token: str = field(default="", repr=False)
-    """Token that requests need; empty for none."""
+    """Token that requests need. Empty for none."""
     control_token: str = field(default="", repr=False)
-    """Token that control requests need; if empty, `token`."""
+    """Token that control requests need. If empty, `token` is used."""
     is_control: Callable[[str, str], bool] = lambda method, path: False
     """Returns whether a method and path change the server's state."""
 
@@ -118,7 +119,7 @@ def read_bearer(headers: Mapping[str, str]) -> str:
 
 
 async def receive_body(http: Request, max_bytes: int, kind: str) -> list[bytes]:
-    """Return the parts of the body; raise an EngineError of `kind` as soon as it exceeds
+    """Return the parts of the body. Raise an EngineError of `kind` as soon as it exceeds
     `max_bytes`. Large bodies should be joined in a thread."""
     fix = "send fewer or smaller images, a window of the history, or media: URLs of stored images"
     error = EngineError(f"the body exceeds {max_bytes} bytes", fix, kind, 413)
@@ -132,6 +133,12 @@ async def receive_body(http: Request, max_bytes: int, kind: str) -> list[bytes]:
             raise error
         parts.append(part)
     return parts
+
+
+def json_response(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 def parse_host(host: str) -> str:
@@ -178,7 +185,7 @@ class ConnectionLimits:
     body_s: float = 120.0
     """Maximum time from the end of the head to the end of the body."""
     unread_s: float = 60.0
-    """Maximum time in which a client reads none of its response; also the check interval."""
+    """Maximum time in which a client reads none of its response. Also the check interval."""
     max_connections: int = 4096
     """Additional connections get a 503."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import ipaddress
 import socket
@@ -10,6 +11,7 @@ import sys
 from typing import Any
 
 from sightline.errors import ConfigError
+from sightline.regular_file import check_file
 
 
 def is_loopback(host: str) -> bool:
@@ -26,7 +28,7 @@ def is_ip_address(host: str) -> bool:
 
 
 def bind_socket(host: str, port: int, setting: str = "") -> socket.socket:
-    """Return a bound socket; raise if the port is in use. Errors name the port's `setting`."""
+    """Return a bound socket. Raise if the port is in use. Errors name the port's `setting`."""
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(kind, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -49,10 +51,10 @@ def build_listen_error(host: str, port: int, error: OSError, setting: str = "") 
 
 
 def find_own_address(peer: str = "192.0.2.1") -> str:
-    """Return this machine's address on the route to `peer`; loopback if there is none."""
+    """Return this machine's address on the route to `peer`, or loopback if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((peer, 9))  # sends nothing; it only chooses a route
+            probe.connect((peer, 9))  # sends nothing, but chooses a route
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
@@ -67,8 +69,17 @@ def describe_link(host: str, port: int, path: str = "", has_tls: bool = False) -
     return f"{scheme}://{name}:{port}{path}" + f"\nlistening on all interfaces ({host})" * is_open
 
 
+def add_listen_options(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add the options of a command that serves other machines."""
+    bind, default = parser.add_argument, "default: %(default)s"
+    bind("--host", default="127.0.0.1", help=f"address to bind to; {default}")
+    bind("--port", type=int, default=port, help=f"port; 0 chooses a free one; {default}")
+    bind("--tls-cert", default="", metavar="FILE", help="PEM file of the TLS certificate")
+    bind("--tls-key", default="", metavar="FILE", help="PEM file of its private key")
+
+
 def check_tls(cert: str, key: str, host: str) -> dict[str, Any]:
-    """Return uvicorn's TLS options; warn if other machines reach `host` without a certificate."""
+    """Return uvicorn's TLS options. Warn if other machines reach `host` without a certificate."""
     if not cert and not key:
         if not is_loopback(host):
             print(
@@ -82,7 +93,7 @@ def check_tls(cert: str, key: str, host: str) -> dict[str, Any]:
         raise ConfigError(f"there is a TLS {given} but no {lacks}", "set tls_cert and tls_key")
     for setting, path in (("tls_cert", cert), ("tls_key", key)):
         try:
-            open(path, "rb").close()
+            check_file(path)
         except OSError as error:
             raise ConfigError(
                 f"{setting} = {path!r}: {error.strerror}", "use a readable PEM file"

@@ -130,7 +130,7 @@ class _Channel:
             self._keep_running(listener)
             self._on_end()
         except Exception as error:  # a thread that waits for a message gets the error
-            self._fail(ProcessFailed(f"the channel broke: {error!r}", "this is a bug; report it"))
+            self._fail(ProcessFailed(f"the channel broke: {error!r}", "this is a bug. Report it"))
             raise
         finally:
             self._socket.close(linger=200)
@@ -141,7 +141,6 @@ class _Channel:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(listener, zmq.POLLIN)
         last_tick, give_up = time.monotonic(), 0.0
-        self._on_start()
         while not give_up or (time.monotonic() < give_up and not self._is_over()):
             ready = dict(poller.poll(100 if give_up else int(TICK_S * 1000)))
             if listener in ready:
@@ -184,8 +183,6 @@ class _Channel:
         for stream in streams:
             stream.signal(kind)
 
-    def _on_start(self) -> None: ...
-
     def _on_end(self) -> None: ...
 
     def _on_tick(self, passed_s: float) -> None:
@@ -202,7 +199,7 @@ class Spoke(_Channel):
     """A spoke for a process with threads; `key` comes from `derive_spoke_key`.
 
     It fails if the hub is silent for too long, was replaced, or has dropped this process. The hub
-    then does not know what this process sent, and a successor has to start over.
+    then has no record of what this process sent, and a successor has to start over.
     """
 
     num_frames = 2
@@ -214,13 +211,14 @@ class Spoke(_Channel):
             raise ConfigError("the channel has no key", "pass the key of the process's name")
         session = os.urandom(16)
         proof = _prove(key[_NUM_KEY_CHARS:], session)
-        self._hello = proof + name.encode()
         self._stream = MessageStream(session, f"the hub at {address}", self._write)
 
         def set_up(socket: zmq.Socket[bytes]) -> None:
             socket.curve_serverkey = key[:_NUM_KEY_CHARS].encode()
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
             socket.connect(address)
+            self._streams[session] = self._stream
+            self._stream.send(proof + name.encode())
 
         super().__init__(zmq.DEALER, set_up, deliver)
 
@@ -235,10 +233,6 @@ class Spoke(_Channel):
     def _write(self, head: bytes, data: bytes) -> None:
         self._socket.send_multipart([head, data])
 
-    def _on_start(self) -> None:
-        self._streams[self._stream.session] = self._stream
-        self._stream.send(self._hello)
-
     def _on_send(self, frames: list[bytes]) -> None:
         self._stream.send(frames[0])
 
@@ -246,7 +240,7 @@ class Spoke(_Channel):
         kind, session, _, num_acked, *_ = head
         if session != self._stream.session:
             return
-        # Connections keep their order, so a hub that knows less than before is a new one.
+        # Connections keep their order, so a hub that has received less than before is a new one.
         if kind == BYE or num_acked < self._stream.num_acked:
             self._fail(
                 PeerLost(
@@ -367,7 +361,9 @@ class Hub(_Channel):
 class _AsyncEnd:
     """Delivers the messages of a hub or spoke to the event loop in which it was created."""
 
-    def __init__(self, build: Callable[[Callable[[_Received], None]], Any]) -> None:
+    kind: type[Any]
+
+    def __init__(self, *address_and_keys: str) -> None:
         loop = asyncio.get_running_loop()
         self._received: asyncio.Queue[_Received] = asyncio.Queue()
 
@@ -375,7 +371,7 @@ class _AsyncEnd:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._received.put_nowait, received)
 
-        self._end = build(deliver)
+        self._end: Any = self.kind(*address_and_keys, deliver=deliver)
 
     def close(self) -> None:
         self._end.close()
@@ -384,8 +380,7 @@ class _AsyncEnd:
 class AsyncHub(_AsyncEnd):
     """The hub for an asyncio process."""
 
-    def __init__(self, address: str, secret: str) -> None:
-        super().__init__(lambda deliver: Hub(address, secret, deliver))
+    kind = Hub
 
     async def send(self, peer: str, data: bytes) -> None:
         self._end.send(peer, data)
@@ -397,8 +392,7 @@ class AsyncHub(_AsyncEnd):
 class AsyncSpoke(_AsyncEnd):
     """A spoke for an asyncio process."""
 
-    def __init__(self, address: str, name: str, key: str) -> None:
-        super().__init__(lambda deliver: Spoke(address, name, key, deliver))
+    kind = Spoke
 
     async def send(self, data: bytes) -> None:
         self._end.send(data)

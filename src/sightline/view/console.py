@@ -25,7 +25,6 @@ from sightline.view.summary import swapped_reward
 from sightline.wire.event import Event
 
 PLAIN_INTERVAL_S = 5.0
-SFT_STEPS_PER_LINE = 20
 _PANEL_WIDTH = 80
 _SPARK_WIDTH = 44
 # Every process reports its own state. Only these two report the state of the whole run.
@@ -101,9 +100,13 @@ class LiveView:
 
 
 def step_line(step: int, values: dict[str, Any]) -> str:
-    """Format a `step` event as one line."""
+    """Format a `step` or `sft` event as one line."""
     total = find_number(values, "steps_total")
     of_total = f"{step:>{len(f'{total:.0f}')}}/{total:.0f}" if total else f"{step}"
+    left = f"left {duration(find_number(values, 'eta_s'))}"
+    if "reward" not in values and "loss" in values:
+        loss = fixed(find_number(values, "loss"), 4)
+        return f"sft step {of_total}  loss {loss}  {left}"
     return "  ".join(
         (
             f"step {of_total}",
@@ -111,7 +114,7 @@ def step_line(step: int, values: dict[str, Any]) -> str:
             f"lag {_format_lag(values)}",
             f"{count(find_number(values, 'tokens_per_s'))} tok/s",
             f"mismatch {short(find_number(values, 'mismatch_kl'))}",
-            f"left {duration(find_number(values, 'eta_s'))}",
+            left,
             *_format_failures(values, only_broken=True),
         )
     )
@@ -173,8 +176,11 @@ class _ConsoleState:
         """Add an event and return a line to print, or an empty string."""
         step, values = event.step, event.values
         match event.kind:
-            case "step":
+            case "step" | "sft":
                 self._add_step(event)
+                # Supervised training has no orchestrator to report its phase.
+                if event.kind == "sft" and self.phase == "starting":
+                    self.phase = "training"
             case "train":
                 self.train = values
             case "eval":
@@ -186,18 +192,13 @@ class _ConsoleState:
                 return self._describe_first_drop(step, values)
             case "lost":
                 return f"{values.get('worker', '')} was replaced ({values.get('reason', '')})"
-            case "probe" if values.get("is_blind"):
+            case "probe" if values.get("is_blind") or values.get("is_weak"):
                 return f"step {step}: {values.get('words', '')}"
             case "sink" | "process":
                 return str(values.get("words", ""))
             case "state" if event.process in _PHASE_PROCESSES:
                 before, self.phase = self.phase, str(values.get("phase", ""))
                 return self.phase if self.phase != before else ""
-            case "sft":
-                total = find_number(values, "steps_total") or 0
-                if step % SFT_STEPS_PER_LINE == 0 or step == total:
-                    loss = fixed(find_number(values, "loss"), 4)
-                    return f"sft step {step:4d}/{total:.0f}  loss {loss}"
             case "sft_eval":
                 loss = fixed(find_number(values, "loss"), 4)
                 return f"held out, after step {step:4d}  loss {loss}"

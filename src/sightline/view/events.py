@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sightline.regular_file import open_file
 from sightline.wire.codec import UNREADABLE
 from sightline.wire.event import Event
 from sightline.wire.file import read_lines
@@ -33,7 +34,7 @@ class EventTail:
     def read(self, max_bytes: int = -1) -> list[Event]:
         """Read events of about `max_bytes`, but at least one line."""
         try:
-            with open(self.path, "rb") as file:
+            with open_file(self.path) as file:
                 file.seek(self.offset)
                 data = file.read(max_bytes)
                 while b"\n" not in data and (more := file.read(max_bytes)):
@@ -57,7 +58,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 def is_end_damaged(path: Path) -> bool:
     """Return whether the last complete line is not an event. It may be the lost `end` event."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().rpartition(b"\n")[0].splitlines()
     return bool(lines) and not any(_events(lines[-1:]))
@@ -91,7 +92,7 @@ def find_number(values: dict[str, Any], name: str) -> float | None:
 
 
 def numbers_of(values: dict[str, Any], name: str) -> dict[str, float]:
-    """Return the numbers in the table `name`; empty if there is none."""
+    """Return the numbers in the table `name`. Empty if there is none."""
     table = values.get(name)
     if not isinstance(table, dict):
         return {}

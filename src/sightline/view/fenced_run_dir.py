@@ -51,6 +51,18 @@ class FencedRunDir(RunDir):
         return refused
 
 
+def list_files(folder: Path, suffix: str = "") -> dict[str, os.stat_result]:
+    """Return the regular files of a folder by name, without links and hidden files."""
+    files = {}
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(suffix) and not entry.name.startswith("."):
+                with suppress(FileNotFoundError):  # it was just removed
+                    if entry.is_file(follow_symlinks=False):
+                        files[entry.name] = entry.stat()
+    return files
+
+
 def is_below(root: Path, path: Path) -> bool:
     """Return whether a path resolves to a file, a folder or a missing path below `root`."""
     real = os.path.realpath(path)

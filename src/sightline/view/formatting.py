@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+from rich.text import Text
 
 NOTHING = "-"
 _BARS = "▁▂▃▄▅▆▇█"
@@ -73,3 +76,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
         return _BARS[0] * len(recent)
     top = len(_BARS) - 1
     return "".join(_BARS[round((v - low) / (high - low) * top)] for v in recent)
+
+
+def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of labels and texts, without a frame."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(Text(label), Text(clean(text)))
+    return table

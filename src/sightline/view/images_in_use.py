@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sightline.envs.task_files import open_parquet
 from sightline.errors import ConfigError, MediaError
+from sightline.regular_file import open_file
 
 RUN_FOLDERS = ("traces", "batches", "samples", "checkpoints", "scores", "weights")
 
@@ -54,7 +55,7 @@ def _search_folder(folder: Path, digests: set[str]) -> None:
         is_new = False
         for path in _files_below(folder):
             if folder.name == "weights" and path.suffix == ".safetensors":
-                continue  # weights of published versions; their manifests name the parts
+                continue  # weights of published versions, whose manifests name the parts
             try:
                 status = path.stat()
                 version = (status.st_ino, status.st_size, status.st_mtime_ns)
@@ -98,7 +99,7 @@ def _digests_in_file(path: Path) -> Iterator[str]:
     if path.suffix == ".parquet":
         yield from _digests_in_parquet(path)
         return
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         tail = b""
         while chunk := file.read(_CHUNK_BYTES):
             data = tail + chunk

@@ -24,13 +24,15 @@ from rich.table import Table
 from sightline import config
 from sightline.config import RunFile
 from sightline.errors import WireError
-from sightline.families import Family, load_family
+from sightline.families import load_family
 from sightline.media import MediaRef, open_store
 from sightline.pack import PackSize, pack
+from sightline.regular_file import read_bytes
 from sightline.run.run_dir import RunDir
 from sightline.trace import Node, flatten, read_traces
 from sightline.view.run_files import get_run_dir
 from sightline.wire.array import Array
+from sightline.wire.file import read_lines
 from sightline.wire.micro_batch import StepScores
 from sightline.wire.sample import Batch, Sample, digest_batch
 
@@ -86,7 +88,9 @@ class Inspection:
 def inspect_run(run_dir: RunDir) -> Inspection:
     run_dir = get_run_dir(run_dir.path)
     run_file = config.load_config(RunFile, run_dir.config)
-    family = _load_family(run_file, run_dir)
+    model, path = run_file.model, Path(run_file.model.path)
+    path = path if path.is_dir() else run_dir.checkpoints / "final"
+    family = load_family(path, model.exact, **model.overrides())
     limit = PackSize(run_file.trainer.micro_batch_tokens, run_file.trainer.micro_batch_patches)
     store = open_store(run_file.media.root or run_dir.media, **run_file.media.store_options())
     digests = _read_ledger(run_dir)
@@ -153,7 +157,7 @@ def count_images_in(file: Path) -> int:
     """Count data URLs and image files in a file. Weights are skipped: they are random bytes."""
     if file.suffix == ".safetensors":
         return 0
-    data = file.read_bytes()
+    data = read_bytes(file)
     # A data URL matches both patterns, so the larger count is the number of URLs.
     return max(data.count(mark) for mark in DATA_URLS) + sum(map(data.count, SIGNATURES))
 
@@ -176,18 +180,8 @@ def print_inspection(counts: Inspection, console: Console) -> None:
 
 def _read_ledger(run_dir: RunDir) -> dict[int, str]:
     """Return the batch digest of every step."""
-    if not run_dir.ledger.is_file():
-        return {}
-    lines = run_dir.ledger.read_bytes().splitlines(keepends=True)
-    entries = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    entries = map(json.loads, read_lines(run_dir.ledger))
     return {entry["step"]: entry["batch"] for entry in entries}
-
-
-def _load_family(run_file: RunFile, run_dir: RunDir) -> Family:
-    final = run_dir.checkpoints / "final"
-    path = Path(run_file.model.path)
-    model = run_file.model
-    return load_family(path if path.is_dir() else final, model.exact, **model.overrides())
 
 
 def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Batch, bytes, bool]]:
@@ -195,7 +189,7 @@ def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Ba
     for step, digest in sorted(digests.items()):
         file = run_dir.batch(step)
         if file.is_file():
-            raw = file.read_bytes()
+            raw = read_bytes(file)
             if digest_batch(raw) != digest:
                 raise WireError(
                     f"{file} is not the batch that step {step} trained on",
@@ -234,7 +228,7 @@ def _zero_advantages(nodes: set[int]) -> Callable[[Node], float | None]:
 
 
 def _rebuild_samples(run_dir: RunDir, step: int) -> list[Sample]:
-    scores = StepScores.from_bytes(run_dir.scores_of(step).read_bytes())
+    scores = StepScores.from_bytes(read_bytes(run_dir.scores_of(step)))
     trained: dict[str, set[int]] = {}
     for origin in scores.origins:
         trained.setdefault(origin.trace_id, set()).add(origin.node)
@@ -246,6 +240,6 @@ def _rebuild_samples(run_dir: RunDir, step: int) -> list[Sample]:
         raise WireError(
             f"step {step} trained on {len(trained)} traces that are not in its file, the first "
             f"{next(iter(trained))}",
-            "the run directory is incomplete; copy it again",
+            "the run directory is incomplete. Copy it again",
         )
     return samples

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from sightline.errors import ConfigError
 from sightline.media import MediaRef
 from sightline.trace import Trace
-from sightline.view.dashboard import queries, rollout_page, trace_files
+from sightline.trace.codec import TraceRecord, read_records
+from sightline.view.dashboard import queries, rollout_page
 from sightline.view.dashboard.run_view import RunView
 from sightline.view.run_files import get_run_dir
 from sightline.view.transcript import format_transcript
@@ -82,21 +83,17 @@ class Run:
     @property
     def rollouts(self) -> pandas.DataFrame:
         """One row per rollout, including evaluations. `rollout` takes its `file` and `number`."""
-        pandas = _import_pandas()
-        with self._view.index.connect_readonly() as connection:
-            frame = pandas.read_sql_query(
-                "SELECT * FROM rollouts ORDER BY step, file, number", connection
-            )
+        frame = self._query("SELECT * FROM rollouts ORDER BY step, file, number")
         return frame.drop(columns=["id", "start", "size"])
 
     @property
     def images(self) -> pandas.DataFrame:
         """One row per distinct image, with its number of uses."""
-        pandas = _import_pandas()
+        return self._query("SELECT * FROM images ORDER BY num_shown DESC, digest")
+
+    def _query(self, sql: str) -> pandas.DataFrame:
         with self._view.index.connect_readonly() as connection:
-            return pandas.read_sql_query(
-                "SELECT * FROM images ORDER BY num_shown DESC, digest", connection
-            )
+            return _import_pandas().read_sql_query(sql, connection)
 
     def mismatch(self, fresh: bool = True) -> pandas.DataFrame:
         """Return the KL and ratio between sampler and trainer, by dimension and bucket.
@@ -104,15 +101,14 @@ class Run:
         `fresh` selects tokens that were sampled by the version that trained on them.
         """
         pandas = _import_pandas()
-        with self._view.index.connect_readonly() as connection:
-            dimensions = queries.sum_mismatch(connection, None, None, fresh)["dimensions"]
+        dimensions = self._view.index.query(queries.sum_mismatch, None, None, fresh)["dimensions"]
         rows = [{"dimension": name, **cell} for name, cells in dimensions.items() for cell in cells]
         return pandas.DataFrame(rows)
 
     def find(self, limit: int = 20, **wanted: Any) -> list[Rollout]:
         """Find rollouts with the dashboard's filters: step_from, verdict, text, sort ..."""
-        with self._view.index.connect_readonly() as connection:
-            page = queries.list_rollouts(connection, queries.RolloutFilter(**wanted), 0, limit)
+        query = queries.RolloutFilter(**wanted)
+        page = self._view.index.query(queries.list_rollouts, query, 0, limit)
         return [self.rollout(row["file"], row["number"]) for row in page["rows"]]
 
     def rollout(self, file: str, number: int) -> Rollout:
@@ -126,8 +122,8 @@ class Run:
 
     def traces(self, step: int) -> Iterator[Trace]:
         """Yield the traces of a step. Unreadable ones are skipped."""
-        for record in trace_files.read_records(self._view.run_dir.traces_of(step)):
-            if not isinstance(record, str):
+        for record in read_records(self._view.run_dir.traces_of(step)):
+            if isinstance(record, TraceRecord):
                 yield record.trace
 
     def image(self, image: MediaRef | str) -> Image:
@@ -149,7 +145,7 @@ class Rollout:
 
     @property
     def images(self) -> list[MediaRef]:
-        """The rollout's images in order; for each video step, the file or the frames."""
+        """The rollout's images in order, and for each video step the file or the frames."""
         return [ref for node in self.trace.nodes for s in node.slots for ref in s.item.refs]
 
     @property

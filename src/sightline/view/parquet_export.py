@@ -19,10 +19,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from sightline.errors import ConfigError, MediaError
+from sightline.errors import ConfigError, MediaError, SightlineError
 from sightline.media import MediaStore
+from sightline.regular_file import open_file
 from sightline.run.run_dir import RunDir
 from sightline.trace import Trace
+from sightline.trace.codec import read_records
 from sightline.view.dashboard import trace_files
 from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.trace_export import openai_message
@@ -54,6 +56,8 @@ FIELDS = {
     "image_digests": pyarrow.list_(pyarrow.string()),
     "images": pyarrow.list_(_IMAGE),
 }
+_COPIED = ("group_id", "env", "task", "split", "reward", "error", "num_tokens", "num_sampled")
+"""Columns that are a trace's attributes."""
 
 
 @dataclass(slots=True)
@@ -115,17 +119,18 @@ def export_step(
     counts = ExportCounts()
     try:
         with pyarrow.parquet.ParquetWriter(part, build_schema(), compression="zstd") as writer:
-            rows: list[dict[str, Any]] = []
+            rows = _iterate_rows(traces, store, verdicts, max_rollout_bytes, counts)
+            group: list[dict[str, Any]] = []
             num_bytes = 0
-            for row in _iterate_rows(traces, store, verdicts, max_rollout_bytes, counts):
-                rows.append(row)
+            for row in rows:
+                group.append(row)
                 num_bytes += _estimate_bytes(row)
-                if num_bytes >= GROUP_BYTES or len(rows) >= GROUP_ROWS:
-                    writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, build_schema()))
-                    rows, num_bytes = [], 0
-            if rows:
-                writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, build_schema()))
-        with open(part, "rb") as file:
+                if num_bytes >= GROUP_BYTES or len(group) >= GROUP_ROWS:
+                    writer.write_batch(pyarrow.RecordBatch.from_pylist(group, build_schema()))
+                    group, num_bytes = [], 0
+            if group:
+                writer.write_batch(pyarrow.RecordBatch.from_pylist(group, build_schema()))
+        with open_file(part) as file:
             os.fsync(file.fileno())
         os.replace(part, target)
     finally:
@@ -149,16 +154,26 @@ def _iterate_rows(
     counts: ExportCounts,
 ) -> Iterator[dict[str, Any]]:
     step = trace_files.find_step(traces.name)
-    for record in trace_files.read_records(traces):
-        if isinstance(record, str):
+    for record in read_records(traces):
+        if isinstance(record, SightlineError):
             counts.unreadable += 1
             continue
         counts.rollouts += 1
         trace = record.trace
+        leaf = trace.turns[-1].id if trace.turns else len(trace.nodes) - 1
+        path = trace.path(leaf) if trace.nodes else []
+        nodes = [trace.nodes[n] for n in path]
+        messages = [openai_message(node.message) for node in nodes]
         yield {
+            **{name: getattr(trace, name) for name in _COPIED},
             "step": step,
             "verdict": verdicts.get(trace.id, ""),
-            **_build_row(trace),
+            "trace_id": trace.id,
+            "rewards": json.dumps(trace.rewards),
+            "messages": json.dumps(messages, ensure_ascii=False),
+            "token_ids": trace.tokens(path),
+            "sampled": [i >= n.sampled_start for n in nodes for i in range(len(n.token_ids))],
+            "logprobs": [value for node in nodes for value in node.logprobs.numpy().tolist()],
             **_read_images(trace, store, max_rollout_bytes, counts),
         }
 
@@ -187,28 +202,3 @@ def _find_bytes(store: MediaStore, digest: str) -> bytes | None:
         return store.get(store.get_ref(digest))
     except MediaError:
         return None
-
-
-def _build_row(trace: Trace) -> dict[str, Any]:
-    leaf = trace.turns[-1].id if trace.turns else len(trace.nodes) - 1
-    path = trace.path(leaf) if trace.nodes else []
-    nodes = [trace.nodes[n] for n in path]
-    sampled = [i >= node.sampled_start for node in nodes for i in range(len(node.token_ids))]
-    return {
-        "trace_id": trace.id,
-        "group_id": trace.group_id,
-        "env": trace.env,
-        "task": trace.task,
-        "split": trace.split,
-        "reward": trace.reward,
-        "rewards": json.dumps(trace.rewards),
-        "error": trace.error,
-        "messages": json.dumps(
-            [openai_message(node.message) for node in nodes], ensure_ascii=False
-        ),
-        "num_tokens": trace.num_tokens,
-        "num_sampled": trace.num_sampled,
-        "token_ids": trace.tokens(path),
-        "sampled": sampled,
-        "logprobs": [value for node in nodes for value in node.logprobs.numpy().tolist()],
-    }

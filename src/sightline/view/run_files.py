@@ -19,6 +19,7 @@ from sightline.config.secret_refs import hide_secrets
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family
 from sightline.media import MediaStore, is_address, open_store
+from sightline.regular_file import read_bytes, read_text
 from sightline.render import Tokenizer
 from sightline.run.run_dir import RunDir
 from sightline.wire.codec import UNREADABLE
@@ -37,12 +38,19 @@ def flatten_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple
             yield f"{prefix}{name}", value
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return read_text(path, errors="replace")
+    except OSError:
+        return ""
+
+
 def is_run(path: Path) -> bool:
     return (path / "config.toml").is_file() or (path / "metrics.jsonl").is_file()
 
 
 def get_run_dir(path: Path) -> RunDir:
-    """Return the run directory at `path`; raise if there is none."""
+    """Return the run directory at `path`. Raise if there is none."""
     if not is_run(path) and is_run(Path("runs") / path):
         path = Path("runs") / path
     if not is_run(path):
@@ -60,22 +68,16 @@ class RunFiles:
     @property
     def settings_text(self) -> str:
         """`config.toml` as the run wrote it, without secrets."""
-        try:
-            return hide_secrets(self.run_dir.config.read_text(errors="replace"))
-        except OSError:
-            return ""
+        return hide_secrets(_read_text(self.run_dir.config))
 
     @property
     def notes(self) -> str:
         """The contents of notes.md."""
-        try:
-            return self.run_dir.notes.read_text(errors="replace")[:MAX_NOTE_CHARS]
-        except OSError:
-            return ""
+        return _read_text(self.run_dir.notes)[:MAX_NOTE_CHARS]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The sections of the run file with current names; empty if it is missing or damaged."""
+        """The sections of the run file with current names. Empty if it is missing or damaged."""
         try:
             values = tomllib.loads(self.settings_text)
         except tomllib.TOMLDecodeError:
@@ -86,11 +88,11 @@ class RunFiles:
             return values
 
     def get_setting(self, section: str, name: str) -> str:
-        """Return a setting as text; empty if it is not set."""
+        """Return a setting as text. Empty if it is not set."""
         return str(self.get_section(section).get(name) or "")
 
     def get_section(self, name: str) -> dict[str, Any]:
-        """Return a section of the run file; empty if it is missing or damaged."""
+        """Return a section of the run file. Empty if it is missing or damaged."""
         section = self.settings.get(name)
         return section if isinstance(section, dict) else {}
 
@@ -146,7 +148,7 @@ class RunFiles:
         try:
             newest = metrics.stat().st_mtime if metrics.exists() else 0.0
             if self.run_dir.summary.stat().st_mtime >= newest:
-                return msgspec.json.decode(self.run_dir.summary.read_bytes(), type=dict[str, Any])
+                return msgspec.json.decode(read_bytes(self.run_dir.summary), type=dict[str, Any])
         except (OSError, *UNREADABLE):
             pass
         return None

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from sightline.config.sections import RunConfig
 from sightline.errors import ConfigError, SightlineError
+from sightline.regular_file import open_file, read_text
 from sightline.run.run_dir import RunDir
 from sightline.view import formatting
 from sightline.view.console import describe_events, step_line
@@ -58,7 +59,7 @@ class Launcher(NamedTuple):
     def is_stopped(self) -> bool:
         """Return whether a signal has stopped it. False on other machines and without /proc."""
         try:
-            state = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(") ")[2]
+            state = read_text(f"/proc/{self.pid}/stat", errors="replace").rpartition(") ")[2]
         except OSError:
             return False
         return self.is_here and state[:1] in ("T", "t")
@@ -67,8 +68,8 @@ class Launcher(NamedTuple):
 def find_launcher(run_dir: RunDir) -> Launcher | None:
     """Return the launcher that holds the lock of a run, or None."""
     try:
-        with open(run_dir.lock, errors="replace") as file:
-            pid, _, host = file.read(1000).partition(" ")
+        with open_file(run_dir.lock) as file:
+            pid, _, host = file.read(1000).decode(errors="replace").partition(" ")
             launcher = Launcher(int(pid or 0), host)
             if launcher.pid < 1:  # as a signal's target, these are groups of processes
                 return None
@@ -90,7 +91,7 @@ def check_holds_lock(run_dir: RunDir, launcher: Launcher) -> None:
     the number of another process into it."""
     inode = run_dir.lock.stat().st_ino
     try:
-        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        locks = [line.split() for line in read_text("/proc/locks").splitlines()]
         owner = Path(f"/proc/{launcher.pid}").stat().st_uid
     except OSError:
         locks, owner = [], -1
@@ -122,7 +123,7 @@ def _is_alive(pid: int) -> bool:
 class RunStatus:
     run_dir: RunDir
     run_id: str
-    """The run's id, which server leases contain; empty if the run has none."""
+    """The run's id, which server leases contain. Empty if the run has none."""
     state: str
     """running, finished, stopped (by a person) or failed."""
     cause: str
@@ -131,7 +132,7 @@ class RunStatus:
     """rl, sft or try."""
     step: int
     steps_total: int
-    """Number of planned steps; for `sightline try`, of tasks."""
+    """Number of planned steps, or of tasks for `sightline try`."""
     measure: str
     """`reward`, or `loss` for a supervised run."""
     first: float | None
@@ -251,7 +252,7 @@ def _read_run_id(run_dir: RunDir) -> str:
 
 
 def describe_end(status: RunStatus, settings: RunConfig) -> str:
-    """Return a message for resuming a finished run; empty if it has steps left."""
+    """Return a message for resuming a finished run. Empty if it has steps left."""
     goal, stop_at = status.goal, settings.stop_at
     is_reached = goal is not None and stop_at is not None and stop_at <= goal
     if status.state != FINISHED or (status.step < settings.steps and not is_reached):
@@ -342,8 +343,11 @@ def print_status(status: RunStatus, console: Console) -> None:
         rows.append(("cause", status.cause))
     if status.goal is not None:
         rows.append(("goal", f"reached [run] stop_at = {status.goal:g}"))
-    rows += [("step", _format_steps(status, " of ")), (status.measure, format_measure(status))]
-    if steps := by_step(events, "step"):
+    rows += [
+        ("step", _format_steps(status, " of ")),
+        (status.measure, format_measure(status).removesuffix(" loss")),
+    ]
+    if steps := by_step(events, "step") or by_step(events, "sft"):
         newest = list(steps.values())[-1]
         rows.append(("newest", step_line(newest.step, newest.values)))
     if status.started is not None:
@@ -352,12 +356,7 @@ def print_status(status: RunStatus, console: Console) -> None:
     rows += [("", f"{_format_time(when)}  {line}") for when, line in lines[-_NUM_EVENTS:]]
     if status.state in (STOPPED, FAILED) and status.command != TRIAL:
         rows.append(("resume", status.resume_command))
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for label, text in rows:
-        table.add_row(Text(label), Text(formatting.clean(text)))
-    _print(table, console)
+    _print(formatting.pairs_table(rows), console)
 
 
 def _print(table: Table, console: Console) -> None:

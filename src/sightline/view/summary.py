@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from sightline.run.run_dir import RunDir
 from sightline.view import formatting
@@ -136,14 +134,9 @@ def _newest(
     return next((value for value in found if value not in (None, {})), None)
 
 
-def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
+def print_summary(summary: dict[str, Any]) -> None:
     """Print the summary as a small table."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in headlines(summary):
-        table.add_row(Text(label), Text(formatting.clean(text)))
-    (console or Console()).print(table)
+    Console().print(formatting.pairs_table(headlines(summary)))
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:

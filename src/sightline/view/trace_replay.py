@@ -109,6 +109,11 @@ class ReplayReport:
     num_digests: int = 0
     """Number of compared pixel digests. Slots without a recorded digest are skipped."""
 
+    def add(self, node: int, what: str, detail: str) -> None:
+        """Add a difference, unless it was already found in another branch."""
+        if (difference := ReplayDifference(node, what, detail)) not in self.differences:
+            self.differences.append(difference)
+
     @property
     def max_logprob_change(self) -> float | None:
         changes = [t.max_logprob_change for t in self.turns if t.max_logprob_change is not None]
@@ -124,13 +129,22 @@ async def replay_trace(
     """Render and parse all turns of `trace` again, and score them if `score` is given."""
     replayed = ReplayReport(trace.id)
     for node in trace.turns:
-        prompt_origin, differences = await asyncio.to_thread(_replay_turn, trace, node, renderer)
+        prompt_origin = await asyncio.to_thread(_replay_turn, trace, node, renderer, replayed)
         replayed.turns.append(TurnReplay(node.id, prompt_origin, node.num_sampled))
-        replayed.differences += differences
     if score is not None:
-        scoring = _ScoreComparison(trace, replayed, tolerance)
         for path, turns in trace.split_turns({turn.id for turn in trace.turns}):
-            await scoring.score(path, turns, score)
+            try:
+                scored = await score(trace.tokens(path), trace.slots(path), trace.temperature)
+            except EngineError as error:
+                if error.status >= 500:
+                    raise  # the server failed, which says nothing about the trace
+                for turn in turns:
+                    replayed.add(turn, "refused", f"{error.kind}: {error.problem}")
+                continue
+            replayed.versions.add(scored.version)
+            _compare_digests(trace, path, scored, replayed)
+            for turn in turns:
+                _compare_logprobs(trace, trace.nodes[turn], scored, tolerance, replayed)
     replayed.differences.sort(key=lambda difference: difference.node)
     return replayed
 
@@ -138,30 +152,27 @@ async def replay_trace(
 # --- rendered again
 
 
-def _replay_turn(
-    trace: Trace, node: Node, renderer: Renderer
-) -> tuple[str, list[ReplayDifference]]:
+def _replay_turn(trace: Trace, node: Node, renderer: Renderer, replayed: ReplayReport) -> str:
+    """Add the differences of a turn to `replayed`, and return the origin of its prompt."""
     path = trace.path(node.id)
     recorded = trace.tokens(path)[: -node.num_sampled]
     slots = trace.slots(path)
     prompt_origin, rebuilt, rebuilt_slots = _rebuild_prompt(trace, node, renderer, recorded, slots)
-    differences = {}
     if rebuilt != recorded:
         at = first_difference(recorded, rebuilt)
         then, now = (describe_tokens(ids, at, renderer) for ids in (recorded, rebuilt))
-        differences["ids"] = (
-            f"token {at} of {len(recorded)} recorded and {len(rebuilt)} rebuilt: "
-            f"recorded {then}, now {now}"
-        )
+        detail = f"token {at} of {len(recorded)} recorded and {len(rebuilt)} rebuilt: "
+        replayed.add(node.id, "ids", f"{detail}recorded {then}, now {now}")
     if rebuilt_slots != slots:
         at = first_difference(slots, rebuilt_slots)
         then, now = (_describe_slot(some, at) for some in (slots, rebuilt_slots))
-        differences["slots"] = f"slot {at}: recorded {then}, now {now}"
+        replayed.add(node.id, "slots", f"slot {at}: recorded {then}, now {now}")
     completion = trace.tokens([node.id])[node.sampled_start :]
     parsed = renderer.parse(completion, _get_tools(trace, node)).as_message()
     if parsed != node.message:
-        differences["message"] = f"recorded {node.message!r}, now parsed as {parsed!r}"
-    return prompt_origin, [ReplayDifference(node.id, *item) for item in differences.items()]
+        detail = f"recorded {node.message!r}, now parsed as {parsed!r}"
+        replayed.add(node.id, "message", detail)
+    return prompt_origin
 
 
 def _get_tools(trace: Trace, node: Node) -> Tools | None:
@@ -181,14 +192,11 @@ def _rebuild_prompt(
     if last != ROOT and trace.nodes[last].tools == node.tools:
         path_tokens = trace.path_tokens(last)
         new = [trace.nodes[n].message for n in before if n > last]
-        answer = (
-            renderer.bridge(path_tokens.prompt_ids, path_tokens.completion_ids, new, tools)
-            if new
-            else None
-        )
+        prompt_ids, completion_ids = path_tokens.prompt_ids, path_tokens.completion_ids
+        answer = renderer.bridge(prompt_ids, completion_ids, new, tools) if new else None
         if isinstance(answer, Bridged):
             bridged = (
-                [*path_tokens.prompt_ids, *path_tokens.completion_ids, *answer.token_ids],
+                [*prompt_ids, *completion_ids, *answer.token_ids],
                 [*path_tokens.slots, *answer.slots],
             )
             if bridged == (recorded, slots):
@@ -227,52 +235,33 @@ def _describe_slot(slots: Sequence[Slot], at: int) -> str:
 # --- scored again
 
 
-class _ScoreComparison:
-    def __init__(self, trace: Trace, replayed: ReplayReport, tolerance: float) -> None:
-        self._trace = trace
-        self._replayed = replayed
-        self._tolerance = tolerance
-        self._turns = {turn.node: turn for turn in replayed.turns}
-
-    async def score(self, path: list[int], turns: list[int], score: ServerPromptScorer) -> None:
-        trace, replayed = self._trace, self._replayed
-        try:
-            scored = await score(trace.tokens(path), trace.slots(path), trace.temperature)
-        except EngineError as error:
-            if error.status >= 500:
-                raise  # the server failed, which says nothing about the trace
-            detail = f"{error.kind}: {error.problem}"
-            replayed.differences += [ReplayDifference(node, "refused", detail) for node in turns]
-            return
-        replayed.versions.add(scored.version)
-        self._compare_digests(path, scored)
-        for node in turns:
-            self._compare_logprobs(trace.nodes[node], scored)
-
-    def _compare_digests(self, path: list[int], scored: PromptScores) -> None:
-        pairs = [(node, slot) for node in path for slot in self._trace.nodes[node].slots]
-        for (node, slot), seen in zip(pairs, scored.pixel_digests, strict=True):
-            if slot.pixel_digest is None or seen is None:
-                continue
-            self._replayed.num_digests += 1
+def _compare_digests(
+    trace: Trace, path: list[int], scored: PromptScores, replayed: ReplayReport
+) -> None:
+    pairs = [(node, slot) for node in path for slot in trace.nodes[node].slots]
+    for (node, slot), seen in zip(pairs, scored.pixel_digests, strict=True):
+        if slot.pixel_digest is None or seen is None:
+            continue
+        replayed.num_digests += 1
+        if seen != slot.pixel_digest:
             detail = f"{slot.item.name}: recorded {slot.pixel_digest}, now {seen}"
-            difference = ReplayDifference(node, "pixels", detail)
-            if seen != slot.pixel_digest and difference not in self._replayed.differences:
-                self._replayed.differences.append(difference)
+            replayed.add(node, "pixels", detail)
 
-    def _compare_logprobs(self, node: Node, scored: PromptScores) -> None:
-        stop = self._trace.end(node.id)
-        now = scored.logprobs[stop - node.num_sampled : stop]
-        worst, place = 0.0, -1
-        for i, (then, value) in enumerate(zip(node.logprobs.numpy().tolist(), now, strict=True)):
-            change = abs(then - value) if value is not None else float("inf")
-            if change > worst:
-                worst, place = change, i
-        self._turns[node.id].max_logprob_change = worst
-        if worst > self._tolerance:
-            then = float(node.logprobs.numpy()[place])
-            detail = (
-                f"sampled token {place}: recorded {then:.6f}, now {now[place]}; "
-                f"the difference is above {self._tolerance:g}"
-            )
-            self._replayed.differences.append(ReplayDifference(node.id, "logprobs", detail))
+
+def _compare_logprobs(
+    trace: Trace, node: Node, scored: PromptScores, tolerance: float, replayed: ReplayReport
+) -> None:
+    stop = trace.end(node.id)
+    now = scored.logprobs[stop - node.num_sampled : stop]
+    then = node.logprobs.numpy().tolist()
+    changes = [
+        float("inf") if value is None else abs(recorded - value)
+        for recorded, value in zip(then, now, strict=True)
+    ]
+    worst = max(changes, default=0.0)
+    next(turn for turn in replayed.turns if turn.node == node.id).max_logprob_change = worst
+    if worst > tolerance:
+        place = changes.index(worst)
+        detail = f"sampled token {place}: recorded {then[place]:.6f}, now {now[place]}; "
+        detail += f"the difference is above {tolerance:g}"
+        replayed.add(node.id, "logprobs", detail)

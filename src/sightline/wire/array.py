@@ -27,7 +27,7 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Misaligned(
                 f"array of shape {self.shape} and dtype {self.dtype} has {len(self.data)} bytes, "
                 f"not {nbytes}",
-                "the message is damaged; send it again",
+                "the message is damaged. Send it again",
             )
 
     @classmethod

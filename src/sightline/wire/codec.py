@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,11 +20,13 @@ _FIX = "run the same version of sightline on both sides"
 
 
 class Codec(Generic[Message]):
-    """MessagePack encoder and decoder of one kind of message. Errors call it `name`."""
+    """MessagePack encoder and decoder of one kind of message, or of the tagged subclasses of
+    `kind`. Errors call it `name`."""
 
-    def __init__(self, kind: Any, name: str) -> None:
+    def __init__(self, kind: type[Message], name: str) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kind)
+        kinds: Any = reduce(or_, kind.__subclasses__() or [kind])
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
         self._name = name
 
     def encode(self, message: Message) -> bytes:
@@ -43,7 +47,7 @@ class Codec(Generic[Message]):
 
 
 def find_json_excess(body: bytes, max_model_len: int) -> str:
-    """Describe JSON that may hold too many values to decode; empty if it does not.
+    """Describe JSON that may hold too many values to decode. Empty if it does not.
 
     A value takes 3 bytes of JSON and 100 of memory. Separators inside strings count too.
     """

@@ -9,7 +9,11 @@ from sightline.media.stored_file import StoredFile
 from sightline.wire.codec import Codec
 
 
-class BatchReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="announce"):
+class ControlMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A control message. Its subclasses, each with a tag, are all that the codec decodes."""
+
+
+class BatchReady(ControlMessage, frozen=True, tag="announce"):
     """Orchestrator to trainer: the batch of `step`, which is also in the run directory."""
 
     step: int
@@ -17,13 +21,13 @@ class BatchReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="a
     data: bytes
 
 
-class FinishTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finish"):
+class FinishTraining(ControlMessage, frozen=True, tag="finish"):
     """Orchestrator to trainer: that was the last batch; write a checkpoint and end."""
 
     last_step: int
 
 
-class PublishedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="published"):
+class PublishedWeights(ControlMessage, frozen=True, tag="published"):
     """Trainer to orchestrator: servers can adopt `version`."""
 
     version: int
@@ -36,23 +40,23 @@ class PublishedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     checkpoint is being copied to the run directory."""
 
 
-class ProcessReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
+class ProcessReady(ControlMessage, frozen=True, tag="ready"):
     """A worker or the trainer to the orchestrator: it has started and listens."""
 
     version: int = 0
     after: str = ""
-    """How the previous process of this name ended; empty for the first."""
+    """How the previous process of this name ended. Empty for the first."""
     release: str = ""
     """The sender's version of sightline. Other versions are refused."""
 
 
-class TrainingFinished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished"):
+class TrainingFinished(ControlMessage, frozen=True, tag="finished"):
     """Trainer to orchestrator: the last checkpoint is written."""
 
     step: int
 
 
-class JoinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
+class JoinRequest(ControlMessage, frozen=True, tag="join"):
     """A process on another machine to the orchestrator: a request for its files of the run."""
 
     release: str
@@ -70,14 +74,14 @@ class FileChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     is_removed: bool = False
 
 
-class FileChanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="file_changes"):
+class FileChanges(ControlMessage, frozen=True, tag="file_changes"):
     """Orchestrator to a process that joins: the files it needs. Later, that process to the
     orchestrator: the files it has written, before any message that depends on them."""
 
     files: tuple[FileChange, ...]
 
 
-class RolloutRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="play"):
+class RolloutRequest(ControlMessage, frozen=True, tag="play"):
     """Orchestrator to worker: play one task once."""
 
     rollout_id: str
@@ -91,7 +95,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     exchanged: tuple[MediaRef, ...] = ()
     """Images that replace the task's own, in order, to test whether the model uses images."""
     server: str = ""
-    """Address of the inference server to use; empty for any of the run's own."""
+    """Address of the inference server to use. Empty for any of the run's own."""
     min_version: int = 0
     """Oldest policy version that may sample for it."""
 
@@ -117,7 +121,7 @@ class ServerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Reason why it is lost, refused or behind."""
 
 
-class ServerList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="servers"):
+class ServerList(ControlMessage, frozen=True, tag="servers"):
     """Orchestrator to worker: the servers to use from now on."""
 
     servers: tuple[ServerStatus, ...]
@@ -125,36 +129,21 @@ class ServerList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="s
     """Id of the run, which the labels of its weights carry."""
 
 
-class RolloutResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="played"):
+class RolloutResult(ControlMessage, frozen=True, tag="played"):
     """Worker to orchestrator: the trace of a rollout, finished or broken."""
 
     rollout_id: str
     trace: bytes
-    """An encoded trace; its images are references."""
+    """An encoded trace. Its images are references."""
 
 
-class CancelRollouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
+class CancelRollouts(ControlMessage, frozen=True, tag="cancel"):
     """Orchestrator to worker: stop all rollouts."""
 
 
-class QuitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quit"):
+class QuitRequest(ControlMessage, frozen=True, tag="quit"):
     """Orchestrator to any process: shut down."""
 
 
-ControlMessage = (
-    BatchReady
-    | FinishTraining
-    | PublishedWeights
-    | ProcessReady
-    | JoinRequest
-    | FileChanges
-    | TrainingFinished
-    | RolloutRequest
-    | ServerList
-    | RolloutResult
-    | CancelRollouts
-    | QuitRequest
-)
-
-_codec = Codec[ControlMessage](ControlMessage, "a message between the processes of a run")
+_codec = Codec(ControlMessage, "a message between the processes of a run")
 encode, decode, decode_from = _codec.encode, _codec.decode, _codec.decode_from

@@ -16,4 +16,4 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """The event: step, train, probe, eval, goal, busy, dropped, lost, sink, health or state."""
     step: int = 0
     values: dict[str, Any] = {}
-    """Numbers, or tables of numbers; null if a value was not measured."""
+    """Numbers, or tables of numbers. Null if a value was not measured."""

@@ -31,9 +31,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = 0
-    """0 for the logprob of each sampled token; null for none."""
+    """0 for the logprob of each sampled token, or null for none."""
     prompt_logprobs: int | None = None
-    """0 for the logprobs of the prompt's tokens; null for none."""
+    """0 for the logprobs of the prompt's tokens, or null for none."""
     n: int = 1
     detokenize: bool = False
     skip_reading_prefix_cache: bool | None = None
@@ -84,7 +84,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         return cls(token_ids, params, features, request_id, model)
 
     def slots(self) -> list[Slot]:
-        """Return the request's slots; raise if counts, order, bounds or keys are wrong."""
+        """Return the request's slots. Raise if counts, order, bounds or keys are wrong."""
         if self.features is None:
             return []
         features = self.features
@@ -172,7 +172,7 @@ class GenerateResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     choices: list[Choice]
     sightline: SightlineFields | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
-    """One entry per token of the prompt, by its id; null for the first token and for tokens that
+    """One entry per token of the prompt, by its id. Null for the first token and for tokens that
     cannot be sampled."""
 
 
@@ -273,7 +273,7 @@ def _find_wrong_versions(choice: Choice) -> str:
 def _wrong_answer(request_id: str, what: str) -> EngineError:
     return EngineError(
         f"the inference server gave a wrong answer{f' to {request_id}' * bool(request_id)}: {what}",
-        "look at the server's log, and fix or replace its engine; this answer was not trained on",
+        "look at the server's log, and fix or replace its engine. This answer was not trained on",
         kind=WRONG_ANSWER,
         status=502,
     )

@@ -171,6 +171,6 @@ def check_slots(slots: Sequence[Slot[Any]], num_tokens: int, path: str = "slots"
         if slot.length < 1 or slot.offset < last or slot.end > num_tokens:
             raise Misaligned(
                 f"{path}[{i}]: covers {slot.offset} to {slot.end}, after {last}, of {num_tokens}",
-                "sort the slots; they must not overlap and must be inside the tokens",
+                "sort the slots. They must not overlap and must be inside the tokens",
             )
         last = slot.end

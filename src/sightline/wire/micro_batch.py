@@ -69,7 +69,7 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Misaligned(
                 f"micro-batch of step {self.step}: {', '.join(wrong)} do not line up with "
                 f"{num_tokens} tokens, {num_trained} trained",
-                "this is a bug in the packer; keep batches/ and report it",
+                "this is a bug in the packer. Keep batches/ and report it",
             )
         if num_trained and int(self.parent.numpy()[self.trained.numpy()].min()) < 0:
             raise Misaligned(
@@ -103,7 +103,7 @@ class StepScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Misaligned(
                 f"scores of step {self.step}: arrays of {sorted(shapes)} do not line up with their "
                 "nodes",
-                "the file is damaged; remove it, because the run does not need it",
+                "the file is damaged. Remove it, because the run does not need it",
             )
 
     def to_bytes(self) -> bytes:
@@ -114,4 +114,4 @@ class StepScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _codec.decode(data)
 
 
-_codec = Codec[StepScores](StepScores, "the scores of a step")
+_codec = Codec(StepScores, "the scores of a step")

@@ -14,17 +14,14 @@ LabelledMetric = tuple[str, str, Mapping[str, str], float]
 
 def format_prometheus(numbers: Iterable[LabelledMetric]) -> str:
     """Return one line per number, grouped by name, with the type before each group."""
-    lines_by_metric: dict[tuple[str, str], list[str]] = {}
+    lines_by_metric: dict[str, list[str]] = {}
     for kind, name, labels, value in numbers:
         suffix = "_total" if kind == "counter" else ""
         full = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name) + suffix
         marks = ",".join(f'{key}="{_escape_label(text)}"' for key, text in labels.items())
         line = f"{full}{{{marks}}} {value:.17g}" if marks else f"{full} {value:.17g}"
-        lines_by_metric.setdefault((full, kind), []).append(line)
-    groups = (
-        [f"# TYPE {full} {kind}", *values] for (full, kind), values in lines_by_metric.items()
-    )
-    return "".join(f"{line}\n" for lines in groups for line in lines)
+        lines_by_metric.setdefault(full, [f"# TYPE {full} {kind}"]).append(line)
+    return "".join(f"{line}\n" for lines in lines_by_metric.values() for line in lines)
 
 
 def _escape_label(text: str) -> str:

@@ -12,7 +12,7 @@ from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.weights import WeightFile
 
 EXIT_OTHER_RANK_FAILED = 3
-"""Exit status of a rank that ends because another failed; the launcher reports the other."""
+"""Exit status of a rank that ends because another failed. The launcher reports the other."""
 
 
 def rank_process_name(rank: int, lead: str = "trainer") -> str:
@@ -30,21 +30,25 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address of rank 0's channel."""
 
 
-class RankStarted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
+class RankMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message between ranks. Its subclasses, each with a tag, are all that the codec decodes."""
+
+
+class RankStarted(RankMessage, frozen=True, tag="here"):
     """A rank to rank 0: it has started and listens. It has yet to load its model."""
 
     release: str = ""
     """The sender's version of sightline. Rank 0 refuses any version but its own."""
 
 
-class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
+class RankReady(RankMessage, frozen=True, tag="hello"):
     """A rank to rank 0: it has loaded its model."""
 
     step: int
     """Step of the checkpoint that the rank starts from."""
 
 
-class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"):
+class RankAssignment(RankMessage, frozen=True, tag="share"):
     """Rank 0 to a rank: its share of the work in `step`."""
 
     step: int
@@ -60,41 +64,31 @@ class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     """Whether to evaluate it with the weights after `step` instead of training on it."""
 
 
-class AssignmentReceived(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="taken"):
+class AssignmentReceived(RankMessage, frozen=True, tag="taken"):
     """A rank to rank 0: the share has arrived."""
 
     step: int
 
 
-class ShardWritten(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wrote"):
+class ShardWritten(RankMessage, frozen=True, tag="wrote"):
     """A rank to rank 0: its files of the checkpoint of `step` are on the disk."""
 
     step: int
     files: list[WeightFile]
 
 
-class RankFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
+class RankFailed(RankMessage, frozen=True, tag="failed"):
     """A rank to rank 0, which sends it to all: this rank failed, so all end."""
 
     rank: int
     problem: str
 
 
-class NoMoreWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="over"):
+class NoMoreWork(RankMessage, frozen=True, tag="over"):
     """Rank 0 to a rank: the share of `step` was the last."""
 
     step: int
 
 
-RankMessage = (
-    RankStarted
-    | RankReady
-    | RankAssignment
-    | AssignmentReceived
-    | ShardWritten
-    | RankFailed
-    | NoMoreWork
-)
-
-_codec = Codec[RankMessage](RankMessage, "a message between ranks")
+_codec = Codec(RankMessage, "a message between ranks")
 encode, decode, decode_from = _codec.encode, _codec.decode, _codec.decode_from

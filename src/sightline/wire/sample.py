@@ -34,7 +34,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_ids: Array
     """int32, the tokens of the branch from its root."""
     trained: Array
-    """int32, the indices of the tokens that train, ascending; never index 0."""
+    """int32, the indices of the tokens that train, ascending, never 0."""
     logprobs: Array
     """float32, the sampler's logprob of each trained token."""
     versions: Array
@@ -75,7 +75,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise self._misaligned(f"slot names item {slot.item} of {len(self.items)}")
 
     def get_advantages(self) -> np.ndarray:
-        """Return the advantages; raise if they have not been computed."""
+        """Return the advantages. Raise if they have not been computed."""
         if self.advantages is None:
             raise self._misaligned("it has no advantages yet")
         return self.advantages.numpy()
@@ -87,7 +87,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return np.repeat(np.array(values, dtype=np.float32), lengths)
 
     def _misaligned(self, problem: str) -> Misaligned:
-        fix = "drop the sample; its producer is broken"
+        fix = "drop the sample. Its producer is broken"
         return Misaligned(f"sample {self.trace_id}: {problem}", fix)
 
 
@@ -109,7 +109,7 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _codec.decode(data)
 
 
-_codec = Codec[Batch](Batch, "a batch")
+_codec = Codec(Batch, "a batch")
 
 
 def digest_batch(data: bytes) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +19,7 @@ import msgspec
 from sightline.errors import ResumeRefused, WeightsError, WireError
 from sightline.media import MediaStore
 from sightline.media.stored_file import KnownParts, StoredFile, fetch_file
+from sightline.regular_file import open_file, read_bytes
 from sightline.wire.codec import check_schema
 from sightline.wire.file import add_checksum, append_line, read_checked_lines, write_atomic
 
@@ -89,9 +89,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapter: Adapter | None = None
     """The base of adapters; None for full weights."""
     run: str = ""
-    """Id of the run that published the weights; empty for none."""
+    """Id of the run that published the weights. Empty for none."""
     weights_digest: str = ""
-    """Digest of the tensors (`compute.weights_digest`); empty in manifests of earlier releases."""
+    """Digest of the tensors (`compute.weights_digest`). Empty in manifests of earlier releases."""
     schema: int = WEIGHTS_SCHEMA
 
     def __post_init__(self) -> None:
@@ -103,11 +103,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parts = [self.weights_digest] if self.weights_digest else [f.sha256 for f in self.files]
         parts += [self.adapter.base] if self.adapter is not None else []
         return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
-
-    @property
-    def is_in_store(self) -> bool:
-        """Return whether the files are in a store, not next to the manifest."""
-        return any(file.parts for file in self.files)
 
     def read_payload(self, kind: type[Payload]) -> Payload:
         """Return the payload as the transport's own struct."""
@@ -121,7 +116,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def policy(self) -> PolicyLabel:
-        """The label as a tuple; weights of a run include its id and part of their digest."""
+        """The label as a tuple. Weights of a run include its id and part of their digest."""
         digest = self.digest[:16] if self.run else ""
         return PolicyLabel(self.version, self.epoch, self.run, digest)
 
@@ -151,15 +146,15 @@ def parse_version_label(label: str) -> PolicyLabel:
     if match is None:
         raise WireError(
             f"{label[:100]!r} is not a label of weights",
-            "see docs/serving_api.md for the format",
+            "see docs/serving_control.md for the format",
         )
     version, epoch, run, digest = match.groups(default="")
     return PolicyLabel(int(version), int(epoch or 0), run, digest)
 
 
 def read_history(root: Path) -> list[HistoryLine]:
-    """Return the history; raise with the number of a damaged line."""
-    fix = "restore it from a backup; checkpoints and batches are intact"
+    """Return the history. Raise with the number of a damaged line."""
+    fix = "restore it from a backup. Checkpoints and batches are intact"
     return read_checked_lines(root / HISTORY, HistoryLine, fix)
 
 
@@ -174,9 +169,9 @@ def check_history(root: Path, step: int) -> None:
     if missing:
         raise ResumeRefused(
             f"{path} lacks version {min(missing)}, and the checkpoint is of step {step}",
-            "restore it from a backup; checkpoints and batches are intact",
+            "restore it from a backup. Checkpoints and batches are intact",
         )
-    if path.is_file() and not (data := path.read_bytes()).endswith(b"\n"):
+    if path.is_file() and not (data := read_bytes(path)).endswith(b"\n"):
         write_atomic(path, data[: data.rfind(b"\n") + 1])
 
 
@@ -186,7 +181,7 @@ def read_policies(root: Path, run: str) -> set[PolicyLabel]:
 
 
 def log_version(root: Path, manifest: Manifest) -> tuple[Path, Manifest]:
-    """Add a version to the history; return its folder, and its manifest with the epoch.
+    """Add a version to the history. Return its folder, and its manifest with the epoch.
 
     The history outlives the folders, so that a recomputed version is compared with the original.
     """
@@ -212,7 +207,7 @@ def write_manifest(root: Path, unlogged: Manifest) -> tuple[Path, Manifest]:
 
 
 def resolve_manifest(path: str, root: Path | None) -> Path:
-    """Return the real path of a manifest; raise if it is not under `root`."""
+    """Return the real path of a manifest. Raise if it is not under `root`."""
     try:
         real = Path(os.path.realpath(path))
     except ValueError:  # a NUL byte
@@ -228,7 +223,7 @@ def resolve_manifest(path: str, root: Path | None) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest at `path`; raise if a file name points outside its folder."""
+    """Read the manifest at `path`. Raise if a file name points outside its folder."""
     try:
         fields = msgspec.json.decode(read_regular_file(path, MAX_MANIFEST_BYTES), type=dict)
         if fields.get(_RETIRED_FIELD, ...) is None:
@@ -251,13 +246,9 @@ def fetch_files(
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
     """Read a file of at most `max_bytes`; raise OSError for links, FIFOs and other kinds."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError("not a regular file")
-        if status.st_size > max_bytes:
-            raise OSError(f"{status.st_size} bytes, but the limit is {max_bytes}")
+    with open_file(path, follow_links=False) as file:
+        if (nbytes := os.fstat(file.fileno()).st_size) > max_bytes:
+            raise OSError(f"{nbytes} bytes, but the limit is {max_bytes}")
         return file.read(max_bytes + 1)
 
 

@@ -1,5 +1,8 @@
-"""Found by every Python that the chaos harness starts: tensors reach the disk of a trainer slowly,
-so that there is a time in which a checkpoint, or a published version, is half written."""
+"""Imported by every Python that the chaos harness starts.
+
+It writes a trainer's tensors slowly, so that checkpoints and published versions are half written
+for some time.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ def _slow() -> None:
     quick = tensor_file.iterate_gathered
 
     def slow(*args: Any) -> Iterator[Any]:
-        for found in quick(*args):
+        for item in quick(*args):
             time.sleep(A_TENSOR_S)
-            yield found
+            yield item
 
     tensor_file.iterate_gathered = slow  # type: ignore[assignment]
 
@@ -30,5 +33,5 @@ if "process" in sys.orig_argv and any(word.startswith("trainer") for word in sys
     _slow()
 
 if os.environ.get("FAKETIME_TIMESTAMP_FILE"):
-    # libfaketime takes a sleep until a moment of the steady clock for one of the wall clock.
+    # libfaketime treats a sleep on the monotonic clock as one on the wall clock.
     time.sleep = lambda seconds: select.select([], [], [], max(0.0, seconds)) and None  # type: ignore[assignment,func-returns-value]

@@ -79,18 +79,18 @@ def _processor_ids(
     for message in talk:
         if "tool_calls" in message and message["content"] == [{"type": "text", "text": ""}]:
             message["content"] = ""
-    made = checkpoint.transformers_images.processor.apply_chat_template(
+    encoded = checkpoint.transformers_images.processor.apply_chat_template(
         talk, tools=tools, tokenize=True, return_dict=True, add_generation_prompt=prompt
     )
-    return [int(token) for token in made["input_ids"][0]]
+    return [int(token) for token in encoded["input_ids"][0]]
 
 
 def _make_arrays(checkpoint: Checkpoint, image: Image.Image) -> dict[str, Any]:
     processor = checkpoint.transformers_images.processor
-    # NumPy has no bfloat16, each value of which float32 has too.
+    # NumPy has no bfloat16. float32 represents each of its values exactly.
     kind = "pt" if checkpoint.case.name == "anyvlm_llama4" else "np"
-    made = processor(images=[image], text=[processor.image_token], return_tensors=kind)
-    return {name: a.float().numpy() if kind == "pt" else a for name, a in made.items()}
+    processed = processor(images=[image], text=[processor.image_token], return_tensors=kind)
+    return {name: a.float().numpy() if kind == "pt" else a for name, a in processed.items()}
 
 
 def _strip_newlines(reasoning: str) -> str:
@@ -98,7 +98,7 @@ def _strip_newlines(reasoning: str) -> str:
 
 
 SERVED_KINDS = ("llava", "idefics3", "internvl", "qwen2_vl", "mistral3", "smolvlm")
-"""Those that vLLM serves."""
+"""Types that vLLM serves."""
 ALTERNATING = ("gemma3", "mistral3")
 CARRIED: dict[str, Callable[[str], str]] = {
     "gemma3": str.strip,
@@ -119,7 +119,7 @@ def build_case(kind: str) -> Case:
         takes_reasoning=kind == "llava_tools",
         overrides=(),
         refused_size=(402, 2) if kind in (*TWO_FRAMES, "mistral3", "lfm2_vl") else None,
-        # float32, and the one frame twice where a tower looks at two.
+        # float32, with the frame repeated for towers that process two frames.
         value_bytes=8 if kind in TWO_FRAMES else 4,
         makes_pixels_alone=False,
         alternates=kind in ALTERNATING,

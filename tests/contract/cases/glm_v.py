@@ -27,7 +27,7 @@ def _write_experts(path: Path) -> None:
 
 
 def _write_with_merges(path: Path) -> None:
-    """With turns that begin with reasoning."""
+    """Return completions that begin with reasoning."""
     from sightline.families.registry import write_tiny
 
     write_tiny("glm_v", path, thinking=True, extra_merges=EXTRA_MERGES)
@@ -54,8 +54,9 @@ def write_video(family: Any, inputs: dict[str, Any]) -> str:
 
 
 def _as_given(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Images under the name that the template knows; what a tool says as a list, behind which it
-    does not write the newline that it writes behind a string."""
+    """Images under the template's name, and tool results as a list, after which the template writes
+    no newline.
+    """
 
     def part(given: dict[str, Any]) -> dict[str, Any]:
         return {"type": "image"} if given["type"] == "image_url" else given

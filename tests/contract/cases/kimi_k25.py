@@ -40,11 +40,11 @@ class KimiImages:
 
         folder = Path(transformers.__file__).parent / "models" / "kimi_k25"
         tree = ast.parse((folder / "image_processing_kimi_k25.py").read_text())
-        found = [
+        functions = [
             n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "navit_resize"
         ]
         names: dict[str, Any] = {"math": math}
-        exec(compile(ast.Module(found, []), "navit_resize", "exec"), names)
+        exec(compile(ast.Module(functions, []), "navit_resize", "exec"), names)
         self.resize: Callable[..., Any] = names["navit_resize"]
         self.raw = json.loads((path / "preprocessor_config.json").read_text())
         self.merge_size = int(self.raw["merge_size"])
@@ -59,7 +59,7 @@ class KimiImages:
 def _kimi_settings(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     from sightline.families.kimi_k25.tool_declaration import declare_tools
 
-    # The published tokenizer makes the declaration in Python and hands it to the template.
+    # The published tokenizer builds the declaration in Python and passes it to the template.
     return {"thinking": False, "tools_ts_str": declare_tools(tools)}
 
 

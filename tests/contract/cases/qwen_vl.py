@@ -24,7 +24,7 @@ def _tiny(kind: str, merges: bool) -> Callable[[Path], None]:
 
 
 def _load_qwen_images(path: Path) -> Any:
-    # By name: AutoImageProcessor wants torchvision in some of the versions that we support.
+    # Use the class by name: AutoImageProcessor requires torchvision in some supported versions.
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
@@ -54,7 +54,7 @@ def _qwen(name: str, kind: str, template: str, merges: bool = True, **traits: An
         "<|image_pad|>",
         published,
         make_arrays=lambda checkpoint, image: checkpoint.transformers_images(image),
-        # Of Qwen3-VL's the marks go with the pad, as in the processor that was published with it.
+        # For Qwen3-VL, the marks go with the pad, as in the processor that was published with it.
         video_mark="<|video_pad|>"
         if kind == "qwen2_5_vl"
         else "<|vision_start|><|video_pad|><|vision_end|>",

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 class Images:
-    """Counts patches as the release of the model would: an account of the rule of its own."""
+    """Counts patches as the model's release would, with its own implementation."""
 
     merge_size = 1
 

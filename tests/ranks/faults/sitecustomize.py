@@ -1,6 +1,7 @@
-"""Found by every Python that a test starts with this folder on its path: breaks one process.
+"""Imported by every Python that a test starts with this folder on its path.
 
-FAULT names what breaks, VICTIM the process (trainer, trainer-1) that it breaks in, at step 2.
+It breaks one process. FAULT names the fault, VICTIM the process (trainer, trainer-1). The fault
+happens at step 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The code of docs/algorithms.md runs as it is written there, and its error is the real one."""
+"""The code of docs/algorithms.md runs as written, and its error is the real one."""
 
 from __future__ import annotations
 

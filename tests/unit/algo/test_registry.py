@@ -1,4 +1,4 @@
-"""Functions of an algorithm: found by name, checked by signature, tried on a small batch."""
+"""Functions of an algorithm: imported by name, checked by signature, tried on a small batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sightline.errors import ConfigError
 
 @pytest.fixture
 def module() -> Iterator[ModuleType]:
-    """A module of somebody's, `theirs`."""
-    found = ModuleType("theirs")
-    sys.modules["theirs"] = found
-    yield found
+    """A user's module, `theirs`."""
+    new_module = ModuleType("theirs")
+    sys.modules["theirs"] = new_module
+    yield new_module
     del sys.modules["theirs"]
 
 
@@ -90,8 +90,8 @@ def test_external_loss_is_tested_at_load(problem: str, module: ModuleType) -> No
 def test_external_advantage_is_tested_at_load(bad: Any, module: ModuleType) -> None:
     module.bad = bad  # type: ignore[attr-defined]
     module.good = lambda rewards, scale=2.0: scale * rewards  # type: ignore[attr-defined]
-    found = load_advantage("theirs:good", {"scale": 3.0})
-    assert found(np.array([1.0, 2.0])).tolist() == [3.0, 6.0]
+    advantage = load_advantage("theirs:good", {"scale": 3.0})
+    assert advantage(np.array([1.0, 2.0])).tolist() == [3.0, 6.0]
     with pytest.raises(ConfigError, match=r"^\[algorithm\] advantage = 'theirs:bad' returned"):
         load_advantage("theirs:bad")
 

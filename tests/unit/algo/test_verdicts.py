@@ -1,4 +1,4 @@
-"""Verdicts and credit: one verdict a rollout, advantages against siblings only."""
+"""Verdicts and credit: one verdict per rollout, advantages against siblings only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sightline.algo.credit import grpo, no_std
 from sightline.algo.registry import load_filters
 from sightline.algo.verdicts import GroupJudge
 from sightline.config import AlgorithmConfig, FiltersConfig
-from sightline.errors import EnvironmentFailed
+from sightline.errors import EnvironmentFailed, PolicyMismatch
 from sightline.message import assistant, user
 from sightline.trace import Node, PolicySpan, Trace
 from sightline.trace.node import float32_array, int32_array
@@ -32,16 +32,16 @@ def trace(
     nodes: list[Node] = []
     for turn in range(turns):
         nodes.append(Node(2 * turn, 2 * turn - 1, user("q"), int32_array([1, 2]), sampled_start=2))
-        said = tokens or [5, 6]
+        token_ids = tokens or [5, 6]
         nodes.append(
             Node(
                 2 * turn + 1,
                 2 * turn,
                 assistant("a"),
-                int32_array([3, *said]),
+                int32_array([3, *token_ids]),
                 sampled_start=1,
-                logprobs=float32_array([logprob] * len(said)),
-                versions=(PolicySpan(0, len(said), version=version, epoch=epoch),),
+                logprobs=float32_array([logprob] * len(token_ids)),
+                versions=(PolicySpan(0, len(token_ids), version=version, epoch=epoch),),
                 finish_reason="stop",
             )
         )
@@ -82,6 +82,14 @@ def test_sample_older_than_the_lag_is_stale_and_replaced() -> None:
     assert verdicts(judge(max_lag=1).judge(group, step=3)) == ["train"] * 2
     late = judge(max_lag=1).judge(group, step=4)
     assert verdicts(late) == ["stale"] * 2 and not late.fills_place
+
+
+def test_sample_of_the_version_that_a_step_makes_ends_the_run() -> None:
+    """Step 3 trains version 2. Nothing can have sampled version 3 before it."""
+    fresh = judge().judge([trace(0.0, version=2), trace(1.0, version=2)], step=3)
+    assert verdicts(fresh) == ["train"] * 2 and fresh.lags == [0, 0]
+    with pytest.raises(PolicyMismatch, match="version 3, which is newer than version 2"):
+        judge().judge([trace(0.0, version=3), trace(1.0, version=2)], step=3)
 
 
 def test_samples_of_an_old_epoch_are_stale() -> None:
@@ -126,22 +134,22 @@ def test_advantages_match_plain_loops() -> None:
     rewards = np.random.default_rng(3).random(7)
     mean = math.fsum(rewards) / 7
     deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / 7)
-    for got, a, b in zip(rewards, grpo(rewards), no_std(rewards), strict=True):
-        assert a == pytest.approx((got - mean) / (deviation + 1e-6), rel=1e-12)
-        assert b == pytest.approx(got - mean, rel=1e-12)
+    for actual, a, b in zip(rewards, grpo(rewards), no_std(rewards), strict=True):
+        assert a == pytest.approx((actual - mean) / (deviation + 1e-6), rel=1e-12)
+        assert b == pytest.approx(actual - mean, rel=1e-12)
 
 
 def cut_short(reward: float, turns: int = 1, per_turn: list[float] | None = None) -> Trace:
-    made = trace(reward, turns=turns, per_turn=per_turn)
-    made.error_kind = "truncated"
-    return made
+    record = trace(reward, turns=turns, per_turn=per_turn)
+    record.error_kind = "truncated"
+    return record
 
 
 @pytest.mark.parametrize(("counts", "verdict"), [(True, "train"), (False, "truncated")])
 def test_setting_decides_whether_truncated_rollouts_train(counts: bool, verdict: str) -> None:
-    made = judge()
-    made.keep_truncated = counts
-    judged = made.judge([trace(0.0), trace(1.0), cut_short(0.5)], step=1)
+    group_judge = judge()
+    group_judge.keep_truncated = counts
+    judged = group_judge.judge([trace(0.0), trace(1.0), cut_short(0.5)], step=1)
     assert verdicts(judged) == ["train", "train", verdict]
     assert len(judged.samples) == 2 + counts
 

@@ -1,4 +1,4 @@
-"""`sightline bench`: which benchmarks there are, and what listing them costs."""
+"""`sightline bench`: the list of benchmarks, and the cost of listing them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ except SystemExit:
 
 
 def test_every_bench_module_is_a_benchmark() -> None:
-    found = [one.name for one in pkgutil.iter_modules(sightline.bench.__path__) if not one.ispkg]
-    assert sorted(found) == list(BENCHMARKS)
-    for name in found:
+    names = [one.name for one in pkgutil.iter_modules(sightline.bench.__path__) if not one.ispkg]
+    assert sorted(names) == list(BENCHMARKS)
+    for name in names:
         module = importlib.import_module(f"sightline.bench.{name}")
         assert callable(module.add_arguments) and callable(module.run)
 

@@ -1,5 +1,7 @@
-"""`bench loop`: how the events and traces of a run become an account that leaves out no second.
-`make bench-small` plays a whole run."""
+"""`bench loop`: the account of a run's time from its events and traces covers every second.
+
+`make bench-small` plays a whole run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from sightline.wire.event import Event
 from sightline.wire.file import append_line
 
 TRAINED = {"busy": [103, 105]}, {"busy": [108, 110]}, {"busy": [114, 118]}
-"""Steps end at 106, 111 and 120; of the last two, 14 s are accounted for."""
+"""Steps end at 106, 111 and 120. The account covers 14 s of the last two."""
 SECONDS = {"forward": 1.0, "backward": 0.5, "optimizer": 0.25, "materialize": 0.5, "publish": 0.75}
 
 
@@ -65,53 +67,57 @@ def write_run(run_dir: RunDir) -> None:
     write(121, "server", "busy", intervals=[[113, 121]], totals=totals(7, 6, 1.5, 0.5, 26))
     write(121, "orchestrator", "adopted", 3, seconds=0.75)
     for number, began, ended in ((1, 100, 103), (2, 104, 108), (3, 112, 116)):
-        one = Trace(id=f"g{number}.0", started=began, ended=ended, reward=1.0)
+        trace = Trace(id=f"g{number}.0", started=began, ended=ended, reward=1.0)
         broken = Trace(id=f"g{number}.1", started=began, ended=ended, error="x", error_kind="y")
-        write_traces(run_dir.traces_of(number), [one, broken])
+        write_traces(run_dir.traces_of(number), [trace, broken])
 
 
 def test_process_time_parts_add_up_to_wall_clock(tmp_path: Path) -> None:
     write_run(RunDir(tmp_path / "run"))
-    found = account_loop(RunDir(tmp_path / "run"), steps=3, warmup=1)
-    assert found.wall_s == 14 and found.step_s == [6, 5, 9]
-    assert (found.tokens_sampled, found.tokens_computed, found.tokens_trained) == (500, 2000, 100)
-    for process, parts in found.seconds.items():
+    account = account_loop(RunDir(tmp_path / "run"), steps=3, warmup=1)
+    assert account.wall_s == 14 and account.step_s == [6, 5, 9]
+    assert (account.tokens_sampled, account.tokens_computed, account.tokens_trained) == (
+        500,
+        2000,
+        100,
+    )
+    for process, parts in account.seconds.items():
         assert sum(parts.values()) == pytest.approx(14), process
-    assert found.seconds["trainer"] == {
+    assert account.seconds["trainer"] == {
         "waiting for a batch": 1.5, "waiting for pixels": 0.75,
         "training: forward": 2.0, "training: backward": 1.0, "training: optimizer": 0.5,
         "publishing": 1.5, OTHER: 6.75,
     }  # fmt: skip
     # In the window: 3 of 4 busy seconds of the second look, 7 of 8 of the third.
-    assert found.seconds["server"] == {
+    assert account.seconds["server"] == {
         "prefill, and decoding in its steps": 0.75 + 3.5, "decode": 0.75 + 3.5,
         "vision tower": 0.375, "adopting weights": 0.375,
         "waiting for workers": 1.0, "waiting for the orchestrator to start rollouts": 3.0,
         OTHER: 0.75,
     }  # fmt: skip
-    assert found.engine["decode_steps"] == 0.75 * 8 + 7
-    assert found.seconds["device"] == {
+    assert account.engine["decode_steps"] == 0.75 * 8 + 7
+    assert account.seconds["device"] == {
         "server alone": 5.0, "trainer alone": 1.0, "both at once": 5.0, "idle": 3.0, OTHER: 0,
     }  # fmt: skip
-    assert (found.in_use_s, found.adopt_s) == (3.0, 0.625)
+    assert (account.in_use_s, account.adopt_s) == (3.0, 0.625)
 
 
 def test_printed_account_includes_the_remainder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(RunDir(tmp_path / "run"))
-    found = account_loop(RunDir(tmp_path / "run"), steps=3, warmup=1)
+    account = account_loop(RunDir(tmp_path / "run"), steps=3, warmup=1)
     limits = {
         "device": "cpu",
         "dtype": "float32",
     }
-    show({**asdict(found), **limits, "warmup": 1, "start_s": 1.0, "end_s": 2.0})
-    shown = capsys.readouterr().out
-    assert shown.count(OTHER) == 2  # of trainer and server; the device has none
-    assert "seconds a step, the warm-up first: 6.00 5.00 9.00" in shown
-    assert "a decoding step: 100.00 ms, 4.0 rows, 90 keys" in shown
-    assert "36 sampled" in shown and "median 7.00, 5.00 to 9.00" in shown
-    assert json.loads(json.dumps(asdict(found)))["wall_s"] == 14
+    show({**asdict(account), **limits, "warmup": 1, "start_s": 1.0, "end_s": 2.0})
+    output = capsys.readouterr().out
+    assert output.count(OTHER) == 2  # of trainer and server; the device has none
+    assert "seconds a step, the warm-up first: 6.00 5.00 9.00" in output
+    assert "a decoding step: 100.00 ms, 4.0 rows, 90 keys" in output
+    assert "36 sampled" in output and "median 7.00, 5.00 to 9.00" in output
+    assert json.loads(json.dumps(asdict(account)))["wall_s"] == 14
 
 
 def test_early_ended_run_has_no_account(tmp_path: Path) -> None:

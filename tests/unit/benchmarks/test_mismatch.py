@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 
 def test_lag_samples_from_the_older_version(tiny_model: Path, tmp_path: Path) -> None:
     run = StudyRun(tiny_model, tmp_path, SMALL, Mismatch(lag=2), "tis", seed=0)
-    record, seen = RunRecord(), []
+    record, advantages = RunRecord(), []
     try:
         for step in range(1, SMALL.steps + 1):
             traces = run.sample(step)
@@ -50,10 +50,12 @@ def test_lag_samples_from_the_older_version(tiny_model: Path, tmp_path: Path) ->
             assert all(torch.equal(served[name], published[name]) for name in published)
             for i, trace in enumerate(traces):
                 trace.per_turn = [float(i % 2)]  # random weights earn nothing to learn from
-            seen.append(run.train(step, traces, record))
+            advantages.append(run.train(step, traces, record))
     finally:
         run.close()
-    assert seen[0] < 1e-6 < min(seen[1:])  # the first step is on-policy, the others are not
+    assert (
+        advantages[0] < 1e-6 < min(advantages[1:])
+    )  # the first step is on-policy, the others are not
     # Importance sampling corrects a lag, as long as no ratio reaches the cap.
     assert record.cosines == [pytest.approx(1.0, abs=1e-3)]
 
@@ -117,9 +119,9 @@ def test_results_become_tables_and_charts() -> None:
     assert re.search(r"\| lag \| -0\.\d\d ± 0\.\d\d \(4\) \| [+-]0\.\d\d ± ", differences)
     [same] = {
         v
-        for one in differences.splitlines()
-        if "noise" in one
-        for v in re.findall(r"\((\d)\)", one)
+        for line in differences.splitlines()
+        if "noise" in line
+        for v in re.findall(r"\((\d)\)", line)
     }
     assert same == "2", "one run a seed"
     assert bench.format_range([3.0, math.inf, 5.0], 0) == "4 (3–5), 1 never"
@@ -146,8 +148,8 @@ def test_interrupted_study_resumes(
         "--plot", str(tmp_path / "charts"),
     ]  # fmt: skip
     assert main(words) == 0
-    told = capsys.readouterr().out
-    assert "1/1 noise=1, ppo, seed 0" in told and "noise=1, none" not in told
+    output = capsys.readouterr().out
+    assert "1/1 noise=1, ppo, seed 0" in output and "noise=1, none" not in output
     assert len(bench.read_results(tmp_path / bench.RESULTS, size)) == 2
     assert (tmp_path / "charts" / "mismatch_noise_reward.svg").is_file()
     with pytest.raises(ConfigError, match="another size"):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks rollout` at a small size: what crosses the wires, never how fast."""
+"""`python -m benchmarks rollout` at a small size: bytes on each connection, not times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROLLOUTS, TURNS = 4, 3
 def played(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[RehearsalFigures, Path]:
-    """One rehearsal that all tests look at; do not change its files."""
+    """One rehearsal that all tests read. Do not change its files."""
     folder = tmp_path_factory.mktemp("rehearsal") / "run"
     return rehearse(
         RehearsalPlan(ROLLOUTS, TURNS, 96, 64, max_tokens=4), tiny_model, folder
@@ -88,7 +88,7 @@ def test_resend_cost_is_counted_from_the_real_images(
             for turn in range(1, TURNS + 1):
                 urls += sum(22 + count_base64_bytes(size) for size in sizes[:turn])
     assert figures.resent.data_urls == urls
-    # 96x64 is 24 patches; a row has 3 channels, 2 frames, 16x16 pixels, 4 bytes each.
+    # 96x64 is 24 patches. A row has 3 channels, 2 frames, 16x16 pixels, 4 bytes each.
     rows = 24 * 3 * 2 * 16 * 16 * 4
     assert figures.resent.floats == ROLLOUTS * (1 + 2 + 3) * count_base64_bytes(rows)
     assert figures.resent.held_floats == ROLLOUTS * TURNS * rows
@@ -119,7 +119,7 @@ def test_turn_cost_does_not_grow_with_rollout_length(
     for label, of in FLAT:
         short, long = (of(f) / f.plan.num_turns for f in (figures, longer))
         assert long <= 1.1 * short, f"{label}: {short:.0f} bytes a turn, {long:.0f} in long ones"
-    # The figures that may grow do so: a test that could not see it would prove nothing.
+    # The figures that may grow do grow, so the test can detect growth.
     for label, of in GROWING:
         short, long = (of(f) / f.plan.num_turns for f in (figures, longer))
         assert long > 1.5 * short, label

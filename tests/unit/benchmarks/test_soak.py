@@ -1,4 +1,4 @@
-"""The verdict of a soak: which process grows, and which was not there from first to last."""
+"""The result of a soak test: growing processes, and processes that were missing."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_leaking_process_is_named() -> None:
             watch.samples += sample_processes(os.getpid(), minute * 60.0)
     finally:
         child.communicate()
-    found = {name: of for name, of in find_lasting(watch).items() if of[0].pid == child.pid}
-    assert len(found) == 1
-    units = [words.rpartition(":")[2].split()[3] for words in find_growth(found)]
+    lasting = {name: of for name, of in find_lasting(watch).items() if of[0].pid == child.pid}
+    assert len(lasting) == 1
+    units = [words.rpartition(":")[2].split()[3] for words in find_growth(lasting)]
     assert units == ["MB", "descriptors", "threads"]
 
 

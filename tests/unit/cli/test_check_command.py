@@ -1,4 +1,4 @@
-"""`sightline check`: a line for each check, and the first that fails with what to do."""
+"""`sightline check`: a line for each check, and the first failure with its fix."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import pytest
 from serving import embedded
 
 from sightline.cli.main import main
-from sightline.config import RunFile, load_config
+from sightline.config import RunFile, SftFile, load_config
 from sightline.errors import ConfigError
 from sightline.inference.server_spec import ServerSpec
 from sightline.launch.checks.model import check_memory
+from sightline.launch.jobs import SftJob
 from sightline.media import MediaStore
+from sightline.run import RunDir
 
 
 @pytest.fixture
@@ -31,10 +33,10 @@ def test_valid_run_reports_a_value_for_every_check(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", str(file), "inference.engine=torch"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     names = ("model", "settings", "engine", "ports", "memory", "disk", "prompts", "store")
-    assert [line.split()[0] for line in said.splitlines() if line.split()[0] in names] == [*names]
-    assert "the longest of 3 first prompts has" in said and "this run can start" in said
+    assert [line.split()[0] for line in output.splitlines() if line.split()[0] in names] == [*names]
+    assert "the longest of 3 first prompts has" in output and "this run can start" in output
     assert not (file.parent / "runs").exists()
 
 
@@ -45,15 +47,25 @@ def test_missing_chat_template_is_reported(
     (copy / "chat_template.jinja").unlink()
     file.write_text(file.read_text() + '[sft]\noutput_dir = "out"\n')
     assert main(["check", str(file), f"model.path={copy}"]) == 0
-    said = capsys.readouterr().out
-    assert "chat format: Qwen3-VL, because the folder has no chat template" in said
-    assert "copy its chat_template.jinja into the folder" in said
+    output = capsys.readouterr().out
+    assert "chat format: Qwen3-VL, because the folder has no chat template" in output
+    assert "copy its chat_template.jinja into the folder" in output
 
 
 def test_sft_run_is_also_checked(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(file.read_text() + '[sft]\noutput_dir = "out"\n')
     assert main(["check", str(file)]) == 0
     assert "memory" in capsys.readouterr().out
+
+
+def test_runs_of_a_sweep_print_the_model_once(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(file.read_text() + '[sft]\noutput_dir = "out"\n')
+    config, job = load_config(SftFile, file), SftJob()
+    for _ in range(2):
+        job.check(config, RunDir(file.parent / "runs"))
+    assert capsys.readouterr().out.count("chat format: ") == 1
 
 
 @pytest.mark.parametrize(
@@ -70,8 +82,8 @@ def test_invalid_override_is_refused_with_its_fix(
     file: Path, capsys: pytest.CaptureFixture[str], override: str, problem: str
 ) -> None:
     assert main(["check", str(file), override, "rollout.max_tokens=4"]) == 2
-    said = capsys.readouterr().err
-    assert problem in said and "fix: " in said and "Traceback" not in said
+    errors = capsys.readouterr().err
+    assert problem in errors and "fix: " in errors and "Traceback" not in errors
 
 
 @pytest.mark.parametrize(
@@ -91,8 +103,8 @@ def test_truncated_checkpoint_file_is_named(
     data = (copy / name).read_bytes()
     (copy / name).write_bytes(b"[]" if share == "[]" else data[: int(len(data) * share)])
     assert main(["check", str(file), f"model.path={copy}"]) == 2
-    said = capsys.readouterr().err
-    assert problem in said and "fix: copy it again" in said and "Traceback" not in said
+    errors = capsys.readouterr().err
+    assert problem in errors and "fix: copy it again" in errors and "Traceback" not in errors
 
 
 def set_image_token(config: dict[str, Any]) -> None:
@@ -121,14 +133,14 @@ def test_files_with_different_token_ids_are_refused(
     edit(values)
     (copy / name).write_text(json.dumps(values))
     assert main(["check", str(file), f"model.path={copy}"]) == 2
-    said = capsys.readouterr().err
-    assert problem in said and "from the same checkpoint" in said
+    errors = capsys.readouterr().err
+    assert problem in errors and "from the same checkpoint" in errors
 
 
 def test_incompatible_server_is_refused(
     file: Path, settings: ServerSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that another run holds, that takes weights from elsewhere, or has other images."""
+    """Servers that another run leases, that read other weights, or that have other images."""
     here = file.parent
     spec = settings.replace(media_roots=[here / "media"], weights_root=here / "runs")
     with embedded(spec) as client:
@@ -145,8 +157,8 @@ def test_incompatible_server_is_refused(
         lease = b'{"run": "beef", "seconds": 600}'
         assert client.call("POST", "/sightline/v1/lease", lease)[0] == 200
         assert main(words) == 2
-        said = capsys.readouterr().err
-        assert "is leased to run beef" in said and "fix: end that run" in said
+        errors = capsys.readouterr().err
+        assert "is leased to run beef" in errors and "fix: end that run" in errors
     assert not (here / "runs").exists()
 
 
@@ -193,6 +205,40 @@ def test_environment_failing_before_its_first_turn_is_named(
     finally:
         sys.path.remove(str(tmp_path))
     assert "failed before its first answer: KeyError: 'colour'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rollout", "problem"),
+    [
+        ("await chat.send([user('word ' * 1000)])", "cannot fit into max_model_len = 64 tokens"),
+        ("pass", "ended without a model call"),
+    ],
+    ids=["too_long", "no_call"],
+)
+def test_environment_without_a_first_prompt_that_fits_is_refused(
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rollout: str,
+    problem: str,
+) -> None:
+    """The renderer refuses a text that is much too long, so it never becomes a request."""
+    (file.parent / "unfit_env.py").write_text(
+        "from sightline import Environment, Task, user\n"
+        "class Unfit(Environment):\n"
+        "    name = 'unfit'\n"
+        "    def task(self, index, split):\n"
+        "        return Task(index, split, None)\n"
+        "    async def rollout(self, task, chat):\n"
+        f"        {rollout}\n"
+        "        return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(file.parent)
+    monkeypatch.delitem(sys.modules, "unfit_env", raising=False)
+    words = ["env.name=unfit_env:Unfit", "inference.max_model_len=64", "rollout.max_tokens=4"]
+    assert main(["check", str(file), *words]) == 2
+    said = capsys.readouterr().err
+    assert problem in said and "fix: " in said
 
 
 def test_model_larger_than_memory_is_refused(file: Path) -> None:

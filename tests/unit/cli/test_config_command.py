@@ -20,9 +20,9 @@ def test_show_prints_the_file_with_every_setting(
     path = tmp_path / "run.toml"
     path.write_text(RL)
     assert main(["config", "show", str(path), "run.seed=7"]) == 0
-    shown = tomllib.loads(capsys.readouterr().out)
-    assert shown["run"]["seed"] == 7
-    assert config.validate_config(config.RunFile, shown, "shown") == config.load_config(
+    output = tomllib.loads(capsys.readouterr().out)
+    assert output["run"]["seed"] == 7
+    assert config.validate_config(config.RunFile, output, "shown") == config.load_config(
         config.RunFile, path, ["run.seed=7"]
     )
 

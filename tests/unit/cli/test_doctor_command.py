@@ -1,4 +1,4 @@
-"""`sightline doctor`: problems of an installation or a run, what is intact, what to type."""
+"""`sightline doctor`: problems of an installation or a run, intact files, commands to type."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture
 def run_dir(whole: RunDir, tmp_path: Path) -> RunDir:
-    """A copy of the run, whose model stays where it was."""
+    """Return a copy of the run, which keeps its model path."""
     shutil.copytree(whole.path, tmp_path / "run")
     return RunDir(tmp_path / "run")
 
 
 @pytest.fixture
 def finished(run_dir: RunDir) -> RunDir:
-    """The run, with the trained model and the words of one that came to its end."""
+    """Return a finished run with its trained model and output."""
     final = run_dir.checkpoints / "final"
     shutil.copytree(run_dir.checkpoints / "best", final)
     write_sums(final, {})
@@ -65,22 +65,22 @@ def test_stopped_run_is_safe_and_shows_how_to_resume(
 ) -> None:
     before = list_files(run_dir)
     assert main(["doctor", str(run_dir.path)]) == 0
-    said = capsys.readouterr().out
-    assert "problem: " not in said and "intact: the checkpoint of step 2" in said
-    assert "intact: 1 waiting batches, with their 2 images" in said
-    assert "intact: the best checkpoint, of step 2" in said
-    assert f"type: sightline rl --resume {run_dir.path}    # continue after step 2" in said
+    output = capsys.readouterr().out
+    assert "problem: " not in output and "intact: the checkpoint of step 2" in output
+    assert "intact: 1 waiting batches, with their 2 images" in output
+    assert "intact: the best checkpoint, of step 2" in output
+    assert f"type: sightline rl --resume {run_dir.path}    # continue after step 2" in output
     assert list_files(run_dir) == before, "it changes nothing"
 
 
 def test_killed_launcher_is_reported_and_does_not_block_a_resume(run_dir: RunDir) -> None:
     run_dir.summary.unlink()
     run_dir.lock.write_text("1 nowhere")
-    found = examine_run(run_dir)
-    assert [one.text for one in found.problems] == [
+    problems = examine_run(run_dir)
+    assert [problem.text for problem in problems.problems] == [
         "the run ended without an `end` event: the launcher was killed, or the machine went down"
     ]
-    assert "--resume" in found.commands[0]
+    assert "--resume" in problems.commands[0]
 
 
 READ_BY_A_RESUME = (
@@ -92,7 +92,7 @@ READ_BY_A_RESUME = (
     "checkpoints/step_000002/rank_000.safetensors",
     "checkpoints/best/model.safetensors",
 )
-# These may be gone: traces are pruned, and where there is no history nothing was published.
+# These files may be missing: traces are pruned, and without a history nothing was published.
 OTHERS = ("weights/history.jsonl", "traces/step_000001.msgpack")
 HARMS = [("flipped", name) for name in READ_BY_A_RESUME + OTHERS]
 HARMS += [("gone", name) for name in READ_BY_A_RESUME]
@@ -109,12 +109,12 @@ def test_damaged_or_missing_file_is_named_with_its_consequence(
         path.unlink()
     before = list_files(run_dir)
     assert main(["doctor", str(run_dir.path)]) == 1
-    said = capsys.readouterr().out
-    wrong = [line for line in said.splitlines() if line.startswith("problem: ")]
+    output = capsys.readouterr().out
+    wrong = [line for line in output.splitlines() if line.startswith("problem: ")]
     assert any(name in line or path.name in line for line in wrong)
-    assert said.count("  fix: ") == len(wrong) and "intact: " in said
+    assert output.count("  fix: ") == len(wrong) and "intact: " in output
     can_resume = "traces" in name or "best" in name
-    assert (f"type: sightline rl --resume {run_dir.path}" in said) == can_resume
+    assert (f"type: sightline rl --resume {run_dir.path}" in output) == can_resume
     assert list_files(run_dir) == before
 
 
@@ -123,16 +123,16 @@ def test_missing_image_of_a_pending_batch_is_named(run_dir: RunDir) -> None:
     image.unlink()
     first, *others = find_problems(run_dir)
     assert first.blocks and image.name[:12] in first.text
-    assert not any(one.blocks or image.name[:12] in one.text for one in others), "said once"
-    assert any("images of traces are missing" in one.text for one in others)
+    assert not any(other.blocks or image.name[:12] in other.text for other in others), "said once"
+    assert any("images of traces are missing" in other.text for other in others)
 
 
 def test_a_finished_run_is_safe(finished: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(finished.path)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("state: finished at step 3 of 9\n") and "--resume" not in said
-    assert f"intact: the trained model in {finished.checkpoints / 'final'}" in said
-    assert "DIR    # the model of step 2\n" in said, "not of the step that the run came to"
+    output = capsys.readouterr().out
+    assert output.startswith("state: finished at step 3 of 9\n") and "--resume" not in output
+    assert f"intact: the trained model in {finished.checkpoints / 'final'}" in output
+    assert "DIR    # the model of step 2\n" in output, "not of the step that the run came to"
 
 
 RESULTS = (
@@ -158,30 +158,32 @@ def test_missing_files_of_a_finished_run_are_named(finished: RunDir, name: str) 
         shutil.rmtree(path)
     else:
         path.unlink()
-    found = examine_run(finished)
-    assert found.state.startswith("finished at step 3"), "by the other of metrics and summary"
-    assert any(name in one.text and one.fix for one in found.problems)
+    problems = examine_run(finished)
+    assert problems.state.startswith("finished at step 3"), "by the other of metrics and summary"
+    assert any(name in problem.text and problem.fix for problem in problems.problems)
     is_needed = name in ("media", "run_id")
-    assert is_needed or not any(one.blocks for one in found.problems), "a resume needs none of it"
+    assert is_needed or not any(problem.blocks for problem in problems.problems), (
+        "a resume needs none of it"
+    )
 
 
 @pytest.mark.parametrize("name", RESULTS[:3])
 def test_a_flipped_bit_in_the_trained_model_is_named(finished: RunDir, name: str) -> None:
     flip(finished.path / name)
-    [found] = find_problems(finished)
-    assert "checkpoints/final/" in found.text and "sightline export" in found.fix
+    [problems] = find_problems(finished)
+    assert "checkpoints/final/" in problems.text and "sightline export" in problems.fix
 
 
 def test_a_damaged_line_of_metrics_is_named(finished: RunDir) -> None:
     finished.metrics.write_bytes(b"?" + finished.metrics.read_bytes()[1:])
-    [found] = find_problems(finished)
-    assert "metrics.jsonl has 1 damaged lines" in found.text and not found.blocks
+    [problems] = find_problems(finished)
+    assert "metrics.jsonl has 1 damaged lines" in problems.text and not problems.blocks
 
 
 def test_pruned_files_are_not_reported_missing(finished: RunDir) -> None:
     assert main(["prune", str(finished.path), "--yes"]) == 0
     assert not finished.traces.exists()
-    assert not any("traces" in one.text for one in find_problems(finished))
+    assert not any("traces" in problem.text for problem in find_problems(finished))
 
 
 @pytest.mark.parametrize("name", ["run_id", "secret"])
@@ -189,7 +191,7 @@ def test_invalid_run_id_or_secret_is_named(run_dir: RunDir, name: str) -> None:
     path = run_dir.path / name
     path.write_bytes(path.read_bytes()[:9] + b"\xff ")
     problems = find_problems(run_dir)
-    assert problems and all(one.blocks and str(path) in one.text for one in problems)
+    assert problems and all(problem.blocks and str(path) in problem.text for problem in problems)
 
 
 def test_secret_readable_by_others_is_named(run_dir: RunDir) -> None:
@@ -199,9 +201,13 @@ def test_secret_readable_by_others_is_named(run_dir: RunDir) -> None:
 
 def test_checkpoint_without_its_batches_must_be_restored(run_dir: RunDir) -> None:
     flip(run_dir.checkpoints / "step_000002" / "rank_000.safetensors")
-    [one] = [one for one in find_problems(run_dir) if "rank_000" in one.text]
-    assert one.blocks and one.fix.startswith("restore it") and "batch of step 1" in one.fix
-    assert not any("step_000001.msgpack is gone" in one.text for one in find_problems(run_dir))
+    [problem] = [problem for problem in find_problems(run_dir) if "rank_000" in problem.text]
+    assert (
+        problem.blocks and problem.fix.startswith("restore it") and "batch of step 1" in problem.fix
+    )
+    assert not any(
+        "step_000001.msgpack is gone" in problem.text for problem in find_problems(run_dir)
+    )
 
 
 def test_doctor_reports_the_root_cause(finished: RunDir) -> None:
@@ -212,9 +218,9 @@ def test_doctor_reports_the_root_cause(finished: RunDir) -> None:
     first = find_problems(finished)[0]
     assert f"the last line of {finished.metrics} is damaged" in first.text
     finished.metrics.unlink()
-    found = examine_run(finished)
-    assert found.state.startswith("failed at step 2"), "by the ledger"
-    assert f"{finished.metrics} is missing" in found.problems[0].text
+    problems = examine_run(finished)
+    assert problems.state.startswith("failed at step 2"), "by the ledger"
+    assert f"{finished.metrics} is missing" in problems.problems[0].text
 
 
 def test_moved_model_is_reported_missing_not_changed(tmp_path: Path) -> None:
@@ -239,10 +245,10 @@ def test_orphaned_processes_are_found_by_their_mark(run_dir: RunDir, tmp_path: P
         link = tmp_path / "link"
         link.symlink_to(run_dir.path)
         for path in (run_dir.path, link):
-            [found] = find_problems(RunDir(path))
-            assert found.text.startswith("2 processes of worker-0 run without ")
-            assert set(found.fix.split()) >= {"kill", str(orphan.pid), str(child)}
-            assert not found.blocks, "a resume ends them"
+            [problems] = find_problems(RunDir(path))
+            assert problems.text.startswith("2 processes of worker-0 run without ")
+            assert set(problems.fix.split()) >= {"kill", str(orphan.pid), str(child)}
+            assert not problems.blocks, "a resume ends them"
         shutil.copytree(run_dir.path, tmp_path / "another")
         assert find_problems(RunDir(tmp_path / "another")) == []
     finally:
@@ -260,9 +266,9 @@ def test_suspended_launcher_is_named(run_dir: RunDir, capsys: pytest.CaptureFixt
             child.send_signal(signal.SIGSTOP)
             os.waitpid(child.pid, os.WUNTRACED)
             words = f"kill -CONT {child.pid}"
-            found = examine_run(run_dir)
-            assert "stopped the launcher" in found.problems[0].text
-            assert words in found.problems[0].fix and found.commands[0].startswith(words)
+            problems = examine_run(run_dir)
+            assert "stopped the launcher" in problems.problems[0].text
+            assert words in problems.problems[0].fix and problems.commands[0].startswith(words)
             assert main(["status", str(run_dir.path)]) == 0
             assert f"`{words}` continues it" in capsys.readouterr().out
     finally:
@@ -272,7 +278,7 @@ def test_suspended_launcher_is_named(run_dir: RunDir, capsys: pytest.CaptureFixt
 
 def test_doctor_shows_installation_capabilities(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in ("sightline", "python", "extras", "gpu", "memory", "disk"):
-        assert any(line.startswith(name) for line in said.splitlines()), name
-    assert "rl, sft, serve" in said and "/dev/shm" in said
+        assert any(line.startswith(name) for line in output.splitlines()), name
+    assert "rl, sft, serve" in output and "/dev/shm" in output

@@ -28,8 +28,8 @@ def server(tiny_model: Path, store: MediaStore) -> Iterator[Client]:
     settings = ServerSpec.of(
         path=tiny_model, media_roots=(store.root,), device="cpu", max_model_len=1024
     )
-    with live(settings) as made:
-        yield made
+    with live(settings) as client:
+        yield client
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -42,8 +42,8 @@ def test_endpoint_accepts_data_urls_and_references(
     endpoint = ["--endpoint", f"http://{server.host}:{server.port}/v1"]
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     assert main([*WORDS, *endpoint, "--output", str(one)]) == 0
-    said = capsys.readouterr().out
-    assert "95% interval" in said and "reward" in said and "0 broken" in said
+    output = capsys.readouterr().out
+    assert "95% interval" in output and "reward" in output and "0 broken" in output
     endpoint[1] = endpoint[1].removesuffix("/v1")  # which is understood
     assert main([*WORDS, *endpoint, "--media", str(store.root), "--output", str(other)]) == 0
     assert lines(one) == lines(other) and len(lines(one)) == 6
@@ -63,15 +63,15 @@ def test_broken_rollouts_are_counted_and_shown(
 ) -> None:
     endpoint = f"http://{server.host}:{server.port}/v1"
     assert main([*WORDS, "--endpoint", endpoint, "--model", "another"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "6 broken" in said and "is not served here" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "6 broken" in output and "is not served here" in output
     assert main([*WORDS, "--endpoint", f"{endpoint}/chat"]) == 2
-    assert "answered 404" in (said := capsys.readouterr().err) and "it ends in /v1" in said
+    assert "answered 404" in (output := capsys.readouterr().err) and "it ends in /v1" in output
 
 
 @pytest.fixture
 def nobody() -> Iterator[str]:
-    """The address of an endpoint at which nothing answers."""
+    """Return the address of an endpoint that never answers."""
     with socket.socket() as bound:  # and never listened on
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}/v1"

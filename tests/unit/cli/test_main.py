@@ -1,4 +1,4 @@
-"""The command line: errors with their cure, exit statuses, what is imported."""
+"""The command line: errors with their fix, exit statuses, imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sightline.cli.main import EXTRA_OF_PACKAGE, build_parser, main
+from sightline.cli.main import EXTRA_OF_PACKAGE, build_parser, main, print_error
+from sightline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -18,10 +19,26 @@ def test_an_error_is_printed_with_its_fix_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", "show", str(tmp_path / "none.toml")]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "no run file at" in shown.err and "  fix: check the path" in shown.err
-    assert "Traceback" not in shown.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "no run file at" in captured.err and "  fix: check the path" in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_text_in_an_error_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(ConfigError("the template says \x1b[31m\r\x9b", "line\nline"))
+    printed = capsys.readouterr().err
+    assert "\\x1b[31m\\r\\x9b" in printed and "line\nline" in printed
+    assert not any(sign in printed for sign in "\x1b\r\x9b")
+
+
+@pytest.mark.parametrize("option", ["--seed", "--seeds"])
+def test_option_of_other_tools_is_refused_with_the_setting(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["rl", "run.toml", option, "3"])
+    assert "append run.seed=0,1,2 for one run per seed" in capsys.readouterr().err
 
 
 def test_help_covers_all_commands_without_heavy_libraries() -> None:
@@ -77,8 +94,9 @@ def test_base_package_has_every_command_and_reads_a_run_file(tmp_path: Path) -> 
 def run_without(
     packages: list[str], words: list[str], folder: Path, *more: list[str]
 ) -> subprocess.CompletedProcess[str]:
-    """The command, and those that follow while they succeed, in an interpreter that does not have
-    these packages."""
+    """Run the command, and the following ones while they succeed, in an interpreter without these
+    packages.
+    """
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({packages!r}))\n"
         "from sightline.cli.main import main\n"

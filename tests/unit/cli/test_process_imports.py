@@ -6,21 +6,26 @@ from tests.import_graph import SRC, files, imports_of, module_of
 
 
 def list_reachable(start: str) -> set[str]:
-    """Modules that `start` imports, directly or around corners, inside functions too. The package's
-    public face, which loads its names when they are asked for, is left out."""
+    """Return the modules that `start` imports, directly or indirectly, also inside functions.
+
+    The package's lazy public names are not included.
+    """
     paths = {
         module_of(path): path for path in files() if path.parent != SRC or path.stem == "errors"
     }
-    found, waiting = set(), [start]
+    reachable, waiting = set(), [start]
     while waiting:
         name = waiting.pop()
-        if name in found or name not in paths:
+        if name in reachable or name not in paths:
             continue
-        found.add(name)
-        for one in imports_of(paths[name]):
-            if not one.for_types:
-                waiting += [one.module, *(f"{one.module}.{part}" for part in one.names)]
-    return found
+        reachable.add(name)
+        for imported in imports_of(paths[name]):
+            if not imported.for_types:
+                waiting += [
+                    imported.module,
+                    *(f"{imported.module}.{part}" for part in imported.names),
+                ]
+    return reachable
 
 
 def test_run_processes_do_not_import_run_readers() -> None:

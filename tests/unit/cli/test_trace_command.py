@@ -1,4 +1,4 @@
-"""`sightline trace`: what a person sees of a file of traces."""
+"""`sightline trace`: the printed form of a trace file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_several_traces_are_listed_and_a_single_one_is_shown(file: Path, capsys)
     assert "   1  second  toy task 3  4 turns" in listed and "2 traces; --trace ID" in listed
     by_id = tell(capsys, "show", file, "--trace", "second")
     assert by_id == tell(capsys, "show", file, "--trace", "1")
-    for told in (
+    for line in (
         "4 turns in 3 branches",
         "reward 0.500, letters 0.500, exact 0.000, truncated",
         "forks: ",
@@ -49,7 +49,7 @@ def test_several_traces_are_listed_and_a_single_one_is_shown(file: Path, capsys)
         "[image ",
         "-> look({})",
     ):
-        assert told in by_id
+        assert line in by_id
     assert by_id.count("be brief") == 1, "what branches share is shown once"
     assert max(map(len, by_id.splitlines())) <= 80
 
@@ -66,21 +66,21 @@ def test_export_writes_messages_with_references(tmp_path: Path, tiny_model: Path
     file.parent.mkdir(parents=True)
     trace = Trace(id="seen", reward=1.0)
     renderer = load_renderer(tiny_model, store)
-    shown = store.put(Image.new("RGB", (32, 32)))
-    turn = trace.extend(-1, [user("look: ", shown)], renderer)
-    said = renderer.stop_token_ids[:1]
-    first = turn.commit(said, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
+    ref = store.put(Image.new("RGB", (32, 32)))
+    turn = trace.extend(-1, [user("look: ", ref)], renderer)
+    completion = renderer.stop_token_ids[:1]
+    first = turn.commit(completion, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
     for words in ("a", "b"):
         turn = trace.extend(first.id, [user(words)], renderer)
-        turn.commit(said, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
+        turn.commit(completion, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
     write_traces(file, [trace])
 
     lines = [json.loads(line) for line in tell(capsys, "export", file).splitlines()]
     assert [line["branch"] for line in lines] == [0, 1]
     assert [[n["id"] for n in line["nodes"]] for line in lines] == [[0, 1, 2, 3], [0, 1, 4, 5]]
     content = lines[0]["messages"][0]["content"]
-    assert content[1] == {"type": "image_url", "image_url": {"url": shown.url}}
-    # What is exported can be sent again: the messages mean the same.
+    assert content[1] == {"type": "image_url", "image_url": {"url": ref.url}}
+    # An export can be sent again, because the messages are equivalent.
     sent = renderer.read_conversation(lines[1]["messages"])
     assert sent == [trace.nodes[n].message for n in (0, 1, 4, 5)]
 
@@ -88,8 +88,8 @@ def test_export_writes_messages_with_references(tmp_path: Path, tiny_model: Path
     tell(capsys, "export", file, "--output", out, "--images", images)
     assert [json.loads(line) for line in out.read_text().splitlines()] == lines
     (copied,) = images.iterdir()
-    assert copied.name == lines[0]["images"][shown.digest] == f"{shown.digest}.png"
-    assert copied.read_bytes() == store.get(shown)
+    assert copied.name == lines[0]["images"][ref.digest] == f"{ref.digest}.png"
+    assert copied.read_bytes() == store.get(ref)
     assert b"base64" not in out.read_bytes()
 
 
@@ -111,12 +111,12 @@ def test_diff_names_the_first_difference(file: Path, tmp_path: Path, capsys) -> 
     assert "has 2 traces, " in against(one)
     ids = one.nodes[4].token_ids.numpy().copy()
     ids[2] += 1
-    told = against(one, changed(one, 4, token_ids=msgspec.structs.replace(
+    output = against(one, changed(one, 4, token_ids=msgspec.structs.replace(
         one.nodes[4].token_ids, data=ids.tobytes())))  # fmt: skip
-    assert "trace 1 (second, renamed): nodes[4].token_ids[2]" in told
-    assert f": {ids[2] - 1}\n" in told and f": {ids[2]}\n" in told
-    told = against(changed(one, 0, message=user("else")), one)
-    assert "trace 0 (first, renamed): nodes[0].message.role" in told
+    assert "trace 1 (second, renamed): nodes[4].token_ids[2]" in output
+    assert f": {ids[2] - 1}\n" in output and f": {ids[2]}\n" in output
+    output = against(changed(one, 0, message=user("else")), one)
+    assert "trace 0 (first, renamed): nodes[0].message.role" in output
     logprobs = one.nodes[2].logprobs
     moved = msgspec.structs.replace(logprobs, data=(logprobs.numpy() * 2).tobytes())
     assert "nodes[2].logprobs[0]" in against(changed(one, 2, logprobs=moved), one)
@@ -130,18 +130,18 @@ def test_replay_without_a_server_renders_the_trace(
 ) -> None:
     renderer = load_renderer(tiny_model, store)
     trace = Trace(id="r", reward=1.0)
-    said = list(renderer.stop_token_ids[:1])
+    completion = list(renderer.stop_token_ids[:1])
     turn = trace.extend(-1, [user("hi ", store.put(Image.new("RGB", (64, 64))))], renderer)
-    first = turn.commit(said, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
+    first = turn.commit(completion, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
     trace.extend(first.id, [user("on")], renderer).commit(
-        said, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop"
+        completion, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop"
     )
     path = tmp_path / "t"
     write_traces(path, [trace])
     where = ("--model", tiny_model, "--media", store.root)
-    told = tell(capsys, "replay", path, *where)
-    assert "2 turns rendered again (1 bridged, 1 whole), 0 differences" in told
+    output = tell(capsys, "replay", path, *where)
+    assert "2 turns rendered again (1 bridged, 1 whole), 0 differences" in output
     write_traces(path, [changed(trace, 1, message=user("else"))])
-    told = tell(capsys, "replay", path, *where, code=1)
-    assert "trace r node 1: message differ" in told
+    output = tell(capsys, "replay", path, *where, code=1)
+    assert "trace r node 1: message differ" in output
     assert "name the checkpoint with --model" in tell(capsys, "replay", path, code=2)

@@ -1,4 +1,4 @@
-"""`sightline try` finds the errors of an environment; `sightline init` writes one that is well."""
+"""`sightline try` finds an environment's errors. `sightline init` writes a working environment."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from serving import serve_here
 
 from sightline import open_run
 from sightline.cli.main import main
+from sightline.config import RunFile, SftFile, load_config
 from sightline.launch import evaluate
 
 BAD = """
@@ -71,15 +72,15 @@ def test_try_reports_environment_errors(
     Image.new("RGB", (8, 8)).save("page.png")
     words = ["try", "bad_environment:Bad", "--model", str(tiny_model), "--tasks", "8"]
     assert main(words) == 1
-    said = capsys.readouterr().out
-    problems = [one.split("\n\n")[0] for one in said.split("problem in ")[1:]]
+    output = capsys.readouterr().out
+    problems = [part.split("\n\n")[0] for part in output.split("problem in ")[1:]]
     assert len(problems) == len(PROBLEMS)
-    for found, expected in zip(problems, PROBLEMS, strict=True):
-        assert (found + "\n").startswith(expected.format(file=file)), found
-    assert said.count("warning in ") == 1
-    assert "warning in task 0: 'page.png' is sent as text" in said and "--max-pixels" in said
-    assert "[image " in said and "prompt 11, 16 sampled" in said and "\x1b" not in said
-    assert said.rstrip().endswith("view it: sightline view runs/try-bad-001")
+    for problem, expected in zip(problems, PROBLEMS, strict=True):
+        assert (problem + "\n").startswith(expected.format(file=file)), problem
+    assert output.count("warning in ") == 1
+    assert "warning in task 0: 'page.png' is sent as text" in output and "--max-pixels" in output
+    assert "[image " in output and "prompt 11, 16 sampled" in output and "\x1b" not in output
+    assert output.rstrip().endswith("view it: sightline view runs/try-bad-001")
     run = open_run("runs/try-bad-001")
     assert len(run.rollouts) == 8 and run.problems == []
     assert "finished" in repr(run), "as the dashboard's overview has it"
@@ -88,6 +89,18 @@ def test_try_reports_environment_errors(
 
 
 def test_new_project_passes_its_test_and_overwrites_no_folder(tmp_path: Path, capsys: Any) -> None:
+    assert main(["init", str(tmp_path / "three-shapes")]) == 0
+    assert "class ThreeShapesEnv(" in (tmp_path / "three-shapes" / "environment.py").read_text()
+    assert "`sightline try environment:ThreeShapesEnv`" in capsys.readouterr().out
+    for file in ("rl.toml", "warmup.toml"):
+        section = load_config(
+            RunFile if file == "rl.toml" else SftFile, tmp_path / "three-shapes" / file
+        ).env
+        assert section is not None and section.name == "environment:ThreeShapesEnv"
+    readme = (tmp_path / "three-shapes" / "README.md").read_text()
+    assert readme.partition("```sh\n")[2].startswith("sightline try environment:ThreeShapesEnv")
+    assert main(["init", str(tmp_path / "3d")]) == 0
+    compile((tmp_path / "3d" / "environment.py").read_text(), "environment.py", "exec")
     assert main(["init", str(tmp_path / "shapes")]) == 0
     files = {"README.md", "environment.py", "rl.toml", "test_environment.py", "warmup.toml"}
     assert {path.name for path in (tmp_path / "shapes").iterdir()} == files

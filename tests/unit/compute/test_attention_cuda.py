@@ -1,4 +1,7 @@
-"""The block mask of a tree, held against the mask of all pairs; arithmetic, so on any machine."""
+"""The block mask of a tree, compared with the mask of all pairs.
+
+It is arithmetic and runs anywhere.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def random_ends(rng: random.Random, size: int) -> np.ndarray:
-    """The ends of trees, one after another, that branch at random."""
+    """Return the ends of consecutive trees that branch at random."""
     ends = np.zeros(size, dtype=np.int64)
 
     def grow(start: int, stop: int) -> None:

@@ -1,4 +1,4 @@
-"""Rows of about one length, padded: the layout is arithmetic, so it is tried on any machine."""
+"""Padding of rows of similar length. The layout is arithmetic and runs on any machine."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ def test_every_row_is_in_one_length_group(seed: int) -> None:
     groups = group_by_length(lengths)
     assert sorted(row for rows in groups for row in rows) == list(range(len(lengths)))
     for rows in groups:
-        held = [lengths[row] for row in rows]
-        assert min(held) >= MIN_LENGTH_RATIO * max(held)
-        assert max(held) <= padded_length(rows, lengths)
+        group_lengths = [lengths[row] for row in rows]
+        assert min(group_lengths) >= MIN_LENGTH_RATIO * max(group_lengths)
+        assert max(group_lengths) <= padded_length(rows, lengths)
 
 
 def test_repeated_shape_gets_a_plan() -> None:
     plans = ShapeCounter()
     lengths = [2000, 1990]
-    found = [
+    has_plan = [
         build_padded_rows(lengths, CPU, plans) is not None for _ in range(MIN_SHAPE_REPEATS + 1)
     ]
-    assert found == [False] * (MIN_SHAPE_REPEATS - 1) + [True, True]
-    # Other lengths, of the same shape once they are padded.
+    assert has_plan == [False] * (MIN_SHAPE_REPEATS - 1) + [True, True]
+    # Other lengths with the same padded shape.
     assert build_padded_rows([1900, 2040], CPU, plans) is not None
     assert build_padded_rows([1900, 2049], CPU, plans) is None
 
@@ -106,12 +106,12 @@ def test_image_attention_is_chosen_once_per_micro_batch(monkeypatch: pytest.Monk
 
     def layers(ends: list[int], longest: int) -> list[bool]:
         bounds = torch.tensor(ends, dtype=torch.int32)
-        # The last is computed again, in the backward pass.
+        # The last one is recomputed in the backward pass.
         return [decide_images(bounds, longest, ends[-1]) for _ in range(5)]
 
     even = [0, 1024, 2048, 3072]
-    found = [layers(even, 1024) for _ in range(MIN_SHAPE_REPEATS)]
-    assert found == [[False] * 5] * (MIN_SHAPE_REPEATS - 1) + [[True] * 5]
+    outputs = [layers(even, 1024) for _ in range(MIN_SHAPE_REPEATS)]
+    assert outputs == [[False] * 5] * (MIN_SHAPE_REPEATS - 1) + [[True] * 5]
     for _ in range(MIN_SHAPE_REPEATS):
         assert layers([0, 1024, 3072], 2048) == [False] * 5, "of two sizes"
         assert layers([0, 16, 32], 16) == [False] * 5, "too small"

@@ -1,4 +1,4 @@
-"""Which modules are replaced; what the replacements say is tried on a GPU."""
+"""Which modules are replaced. Tests on a GPU check the replacements' results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A patch embedding as a product is the convolution, forward and backward."""
+"""A patch embedding as a matrix product equals the convolution, forward and backward."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def test_matmul_matches_convolution(name: str) -> None:
     names = list(dict(module.named_parameters()))
     torch.manual_seed(0)
     x = torch.randn(*shape)
-    found = []
+    outputs = []
     for _ in range(2):
         own = x.clone().requires_grad_()
         module.zero_grad()
         out = module(own)
         out.square().sum().backward()
-        found.append([out.detach(), own.grad, *(p.grad.clone() for p in module.parameters())])
+        outputs.append([out.detach(), own.grad, *(p.grad.clone() for p in module.parameters())])
         linearize_patch_embeddings(module)
-    for convolved, multiplied in zip(*found, strict=True):
+    for convolved, multiplied in zip(*outputs, strict=True):
         torch.testing.assert_close(multiplied, convolved, rtol=1e-5, atol=1e-5)
     assert list(dict(module.named_parameters())) == names
 

@@ -1,4 +1,4 @@
-"""Weights on their way to a sampler: written or sent, the same bits, one tensor at a time."""
+"""Weights written or sent to a sampler: the same bits, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_unannounced_version_is_refused(tmp_path: Path, change: str) -> None:
 
 @pytest.mark.parametrize("way", ["copy", "file"])
 def test_at_most_one_gathered_tensor_is_held(tmp_path: Path, way: str) -> None:
-    """Gathering makes a copy, as from shards: what of it is alive at the same time is measured."""
+    """Gathering copies tensors, as from shards. The test measures how many are alive at once."""
     weights = {f"layer.{i}": torch.full((1000,), float(i)) for i in range(20)}
     alive: set[int] = set()
     most = 0
@@ -111,9 +111,9 @@ def test_tensor_in_several_pieces_is_written_whole(tmp_path: Path) -> None:
     weights = {"experts": large.view(1, -1, 1), "large": large, "small": torch.arange(3)}
     file = write_tensors(tmp_path / "file", weights, transposed=["experts"])
     assert is_intact(tmp_path, file)
-    found = load_file(tmp_path / "file")
-    assert found["large"].equal(large) and found["small"].equal(weights["small"])
-    assert found["experts"].equal(large.view(1, 1, -1))
+    tensors = load_file(tmp_path / "file")
+    assert tensors["large"].equal(large) and tensors["small"].equal(weights["small"])
+    assert tensors["experts"].equal(large.view(1, 1, -1))
 
 
 def test_large_model_is_written_as_several_files(tmp_path: Path) -> None:
@@ -122,12 +122,14 @@ def test_large_model_is_written_as_several_files(tmp_path: Path) -> None:
     names = [file.name for file in manifest.files]
     assert names == [f"model-{place:05d}-of-00005.safetensors" for place in range(1, 6)]
     assert sorted(file.name for file in path.parent.iterdir()) == ["manifest.json", *names]
-    held = [load_file(path.with_name(name)) for name in names]
-    # More than a file is allowed to hold only where a tensor is that large.
-    assert all(sum(t.nbytes for t in file.values()) <= 600 for file in held if len(file) > 1)
-    _, found = read_weights(path)
-    assert found.keys() == weights.keys()
-    assert all(found[name].equal(tensor) for name, tensor in weights.items())
+    file_tensors = [load_file(path.with_name(name)) for name in names]
+    # A file exceeds the limit only if a single tensor does.
+    assert all(
+        sum(t.nbytes for t in file.values()) <= 600 for file in file_tensors if len(file) > 1
+    )
+    _, published = read_weights(path)
+    assert published.keys() == weights.keys()
+    assert all(published[name].equal(tensor) for name, tensor in weights.items())
 
 
 def test_changed_multi_file_version_gets_a_new_label(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_file_differing_from_the_manifest_is_refused_by_name(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
 def test_version_lost_with_its_machine_is_rewritten(tmp_path: Path, name: str) -> None:
-    """Published weights are not synced: a name may outlast a crash, and its bytes not."""
+    """Published weights are not synced: after a crash, a file may exist without its bytes."""
     path, manifest = write_weights(tmp_path, tensors(), 1, 0)
     whole = path.with_name(name).read_bytes()
     path.with_name(name).write_bytes(bytes(len(whole)))

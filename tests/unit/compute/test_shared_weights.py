@@ -1,4 +1,4 @@
-"""Weights in memory that trainer and server share: the same bits as in files, by one digest."""
+"""Weights in memory that trainer and server share: the same bits and digest as in files."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def test_every_sharing_method_gives_the_same_bits_and_digest(tmp_path: Path) -> 
     path, manifest = publish(shared, 3)
     assert not manifest.files and not list(path.parent.glob("*.safetensors"))
     assert files.digest == sent.digest == manifest.digest == digest_weights(weights)
-    expected, found = read_weights(written)[1], read_weights(path)[1]
-    assert found.keys() == expected.keys()
+    expected, read_back = read_weights(written)[1], read_weights(path)[1]
+    assert read_back.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
+        assert read_back[name].dtype == tensor.dtype and read_back[name].equal(tensor), name
 
 
 def test_shared_weights_are_cast_like_files(tmp_path: Path) -> None:
@@ -64,8 +64,8 @@ def test_shared_weights_are_cast_like_files(tmp_path: Path) -> None:
     shared.take(weights, dtype=torch.bfloat16)
     path, manifest = shared.write(draft(1))
     narrow = {n: t.bfloat16() if t.is_floating_point() else t for n, t in weights.items()}
-    found = read_weights(path)[1]
-    assert all(found[name].equal(tensor) for name, tensor in narrow.items())
+    read_back = read_weights(path)[1]
+    assert all(read_back[name].equal(tensor) for name, tensor in narrow.items())
     assert manifest.weights_digest == digest_weights(narrow)
 
 
@@ -73,16 +73,16 @@ def test_changed_bit_in_shared_memory_is_detected(tmp_path: Path) -> None:
     shared = SharedWeights(tmp_path)
     path, _ = publish(shared, 1)
     memory = tmp_path / HOST_MEMORY
-    held = bytearray(memory.read_bytes())
-    for place in (0, ROW_BYTES + 3, len(held) - 1):
-        damaged = bytearray(held)
+    data = bytearray(memory.read_bytes())
+    for place in (0, ROW_BYTES + 3, len(data) - 1):
+        damaged = bytearray(data)
         damaged[place] ^= 0x80
         with open(memory, "r+b") as file:
             file.write(damaged)
         with pytest.raises(WeightsError, match="other bits than were announced"):
             read_weights(path)
     with open(memory, "r+b") as file:
-        file.write(held)
+        file.write(data)
     read_weights(path)
 
 
@@ -116,8 +116,8 @@ def test_trainer_waits_for_copying_servers_but_not_dead_ones(tmp_path: Path) -> 
         taking.join(60)
         assert not taking.is_alive()
     shared.write(draft(2))
-    with map_shared(tmp_path, manifest_of(tmp_path, 2)) as found:
-        assert found["embed"].equal(tensors()["embed"])
+    with map_shared(tmp_path, manifest_of(tmp_path, 2)) as memory:
+        assert memory["embed"].equal(tensors()["embed"])
 
 
 def manifest_of(root: Path, version: int) -> Manifest:
@@ -136,9 +136,9 @@ def test_digest_covers_order_names_shapes_and_every_element(numel: int) -> None:
     flipped[-1] ^= -(1 << 31)
     digests.append(digest_weights({**base, "a": flipped}))
     assert len(set(digests)) == len(digests)
-    held = torch.zeros(numel + 1, dtype=torch.int16)  # a view that begins between two words
-    odd = {"a": held[1:]}
-    assert digest_weights(odd) == digest_weights({"a": held[1:].clone()})
+    memory = torch.zeros(numel + 1, dtype=torch.int16)  # a view that begins between two words
+    odd = {"a": memory[1:]}
+    assert digest_weights(odd) == digest_weights({"a": memory[1:].clone()})
 
 
 def test_paired_sign_flips_are_detected() -> None:

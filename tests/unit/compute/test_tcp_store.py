@@ -1,4 +1,4 @@
-"""Stores and groups of torch listen at the address that they are given, and at no other."""
+"""torch's stores and process groups listen only at the given address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sightline.launch.torchrun import (
 from sightline.wire.rank_messages import Rendezvous
 
 ELSEWHERE = "127.0.0.2"
-"""Another address of this machine; who listens on all listens there, too."""
+"""Another address of this machine. A listener on all interfaces would listen there too."""
 
 
 def check_refused(port: int) -> None:

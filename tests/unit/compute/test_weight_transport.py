@@ -24,6 +24,7 @@ from sightline.errors import ConfigError, WeightsError
 from sightline.inference.server_spec import ServerSpec
 from sightline.rollout.client import GenerateClient
 from sightline.run import RunDir
+from sightline.trainer.lora import select_published
 from sightline.trainer.run_writer import AsyncPublisher
 from sightline.trainer.watchdog import BackgroundTask
 from sightline.wire.weights import Manifest
@@ -97,7 +98,8 @@ def test_external_transport_publishes_and_a_server_adopts(
     publisher = transport.open_publisher(config, run_dir)
     model = AutoModelForImageTextToText.from_pretrained(tiny_model, local_files_only=True)
     task, run = BackgroundTask("publish"), "1f"
-    ours = AsyncPublisher(transport.name, publisher, torch.float32, task, run=run)
+    draft = Manifest(0, 0, [], transport=transport.name, run=run)
+    ours = AsyncPublisher(publisher, task, draft)
     announced: list[tuple[Path, Manifest]] = []
     spec = ServerSpec.of(
         tiny_model, media_roots=[str(tmp_path / "media")], weights_root=run_dir.weights
@@ -117,7 +119,8 @@ def test_external_transport_publishes_and_a_server_adopts(
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.25)
-            ours.put(model, version, version, lambda *words: announced.append(words))
+            selected = select_published(model, None, torch.float32)
+            ours.put(selected, version, version, lambda *words: announced.append(words))
             task.wait()
             path, manifest = announced[-1]
             asyncio.run(adopt(path))

@@ -9,7 +9,7 @@ from sightline.message import Message, assistant, user
 
 
 class Corridor:
-    """An episode that pays 2 for every step and does not end by itself."""
+    """An episode that pays 2 for every step and never ends."""
 
     is_over = False
 

@@ -1,4 +1,4 @@
-"""The environments of the docs are played as they stand there."""
+"""The documented environments run as written."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def read_blocks(page: Path) -> list[str]:
 
 
 async def my_agent(client: Any, task: str) -> int:
-    """The agent that docs/agent_endpoint.md leaves to its reader."""
-    asked = [{"role": "user", "content": task}]
-    answer = await client.chat.completions.create(model="policy", messages=asked)
+    """The agent that docs/agent_endpoint.md does not define."""
+    messages = [{"role": "user", "content": task}]
+    answer = await client.chat.completions.create(model="policy", messages=messages)
     return len(answer.choices[0].message.content)
 
 
 def environment(number: int, *args: Any, page: Path = PAGE) -> Environment:
     names: dict[str, Any] = {"__name__": "docs", "my_agent": my_agent}
     exec(compile(read_blocks(page)[number], f"{page.name}:{number}", "exec"), names)
-    (made,) = [
+    (classes,) = [
         value for value in names.values()
         if isinstance(value, type) and issubclass(value, Environment) and value is not Environment
     ]  # fmt: skip
-    return made(*args)  # type: ignore[no-any-return]
+    return classes(*args)  # type: ignore[no-any-return]
 
 
 def play(env: Environment, model: Path, store: MediaStore) -> Trace:

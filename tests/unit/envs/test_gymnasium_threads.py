@@ -1,6 +1,6 @@
-"""A game runs in its own thread and leaves the worker's loop free; a stand-in replaces the package.
+"""A game runs in its own thread and does not block the worker's loop.
 
-The adapter against the package itself is tested in tests/adapters.
+A stand-in replaces the package. tests/adapters tests the adapter with the package itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIXELS = np.zeros((48, 64, 3), np.uint8)
 
 
 class Frame(np.ndarray):  # type: ignore[type-arg]
-    """A picture that knows who looks at its pixels."""
+    """A picture that records which thread reads its pixels."""
 
     seen_by: list[str]
 
@@ -37,7 +37,7 @@ class Frame(np.ndarray):  # type: ignore[type-arg]
 
 
 class Game:
-    """One step long, and that step may hang."""
+    """An environment of one step, which may hang."""
 
     def __init__(self, hangs: bool) -> None:
         self.action_space = SimpleNamespace(n=2, seed=lambda seed: None, sample=lambda: 0)
@@ -80,35 +80,35 @@ class Made:
 def test_images_are_rendered_in_the_environments_thread(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Path, store: MediaStore
 ) -> None:
-    made = Made(monkeypatch, hangs=False)
+    package = Made(monkeypatch, hangs=False)
 
     async def main() -> None:
-        async with playing(made.env, load_renderer(tiny_model, store), store) as player:
+        async with playing(package.env, load_renderer(tiny_model, store), store) as player:
             trace = (await player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0))).trace
             assert not trace.error and trace.rewards["return"] == 1.0
 
     asyncio.run(main())
-    _, game = made.games
+    _, game = package.games
     assert set(game.threads) == {"gymnasium"} and len(game.threads) > 1 and game.closed == 1
 
 
 def test_hanging_step_does_not_block_rollout_cancellation(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Path, store: MediaStore
 ) -> None:
-    made = Made(monkeypatch, hangs=True)
+    game = Made(monkeypatch, hangs=True)
 
     async def main() -> None:
-        async with playing(made.env, load_renderer(tiny_model, store), store) as player:
+        async with playing(game.env, load_renderer(tiny_model, store), store) as player:
             player.timeout_s = player.threads.grace_s = 600.0
             playing_it = asyncio.create_task(
                 player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0))
             )
-            await until(lambda: len(made.games) == 2 and made.games[1].steps.is_set())
+            await until(lambda: len(game.games) == 2 and game.games[1].steps.is_set())
             playing_it.cancel()
             await asyncio.wait_for(asyncio.wait({playing_it}), 30)
             assert player.threads.stuck_s() > 0
-            made.games[1].goes_on.set()
+            game.games[1].goes_on.set()
             await until(lambda: player.threads.stuck_s() == 0)
 
     asyncio.run(main())
-    assert made.games[-1].closed == 1, "it is closed once the step has come back"
+    assert game.games[-1].closed == 1, "it is closed once the step has come back"

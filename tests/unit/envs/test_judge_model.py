@@ -1,4 +1,4 @@
-"""A judge behind a real HTTP server, which fails in every way that it can."""
+"""A judge model behind a real HTTP server, with all its failures."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def ask(answer: Answer, store: MediaStore, *parts: Any, **settings: Any) -> tupl
 
     async def serve(http: web.Request) -> web.Response:
         bodies.append((await http.json(), http.headers.get("Authorization")))
-        made = answer(len(bodies))
-        return made if isinstance(made, web.Response) else await made
+        reply = answer(len(bodies))
+        return reply if isinstance(reply, web.Response) else await reply
 
     async def main() -> Any:
         app = web.Application(client_max_size=1 << 24)

@@ -167,7 +167,7 @@ def test_datasets_library_is_an_extra(shards: Path) -> None:
 def test_dataset_folder_part_can_be_selected(store: MediaStore) -> None:
     assert len(open_tasks(GOLDEN / "folder", dataset_split="test", eval_fraction=0)) == 2
     assert len(open_tasks(GOLDEN / "folder" / "test", eval_fraction=0)) == 2
-    with pytest.raises(ConfigError, match="it has train, test"):
+    with pytest.raises(ConfigError, match="It has train, test"):
         open_tasks(GOLDEN / "folder")
 
 

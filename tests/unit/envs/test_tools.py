@@ -31,12 +31,12 @@ async def look(places: list[str]) -> dict[str, int]:
 
 
 def calls(*pairs: tuple[str, str]) -> AssistantMessage:
-    made = tuple(ToolCall(name, text, f"c{i}") for i, (name, text) in enumerate(pairs))
-    return AssistantMessage(role="assistant", tool_calls=made)
+    tool_calls = tuple(ToolCall(name, text, f"c{i}") for i, (name, text) in enumerate(pairs))
+    return AssistantMessage(role="assistant", tool_calls=tool_calls)
 
 
-def run(said: AssistantMessage, store: MediaStore) -> list[Any]:
-    return asyncio.run(Toolbox(move, look).run(said, store.put))
+def run(answer: AssistantMessage, store: MediaStore) -> list[Any]:
+    return asyncio.run(Toolbox(move, look).run(answer, store.put))
 
 
 def test_tool_schema_is_derived_from_the_function() -> None:
@@ -89,8 +89,10 @@ def test_untyped_tool_parameter_is_refused() -> None:
 
 
 def test_results_are_text_images_and_json(store: MediaStore) -> None:
-    said = calls(("move", '{"way": "up", "steps": 2}'), ("look", '{"places": ["sea", "hill"]}'))
-    moved, looked = run(said, store)
+    tool_message = calls(
+        ("move", '{"way": "up", "steps": 2}'), ("look", '{"places": ["sea", "hill"]}')
+    )
+    moved, looked = run(tool_message, store)
     assert moved.role == "tool" and moved.tool_call_id == "c0" and moved.text == "moved up by 2"
     assert store.image(moved.images[0]).getpixel((0, 0)) == (2, 0, 0)
     assert looked.text == '{"sea":3,"hill":4}'
@@ -99,7 +101,7 @@ def test_results_are_text_images_and_json(store: MediaStore) -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (("jump", "{}"), "no tool 'jump'; there are move, look"),
+        (("jump", "{}"), "no tool 'jump'. There are move, look"),
         (("move", "{"), "the arguments are not JSON"),
         (("move", "[1]"), "not an object"),
         (("move", "{}"), "missing arguments: way"),

@@ -1,4 +1,4 @@
-"""Windows are pure functions; a conversation shows the model what they leave."""
+"""Windows are pure functions. A conversation sends the model what they keep."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ Script = Callable[[RolloutChat], Awaitable[None]]
 
 @pytest.fixture
 def play(tiny_model: Path, store: MediaStore) -> Callable[[Script], LoggingPolicy]:
-    """Runs a script against a policy that says a few words, and returns the policy's log."""
+    """Run a script against a policy with a few words, and return the policy's log."""
     renderer = load_renderer(tiny_model, store)
     words = renderer.render([user("well, an answer")]).token_ids[3:12]
     policy = LoggingPolicy([[*words[:n], renderer.stop_token_ids[0]] for n in range(2, 9)])
@@ -106,7 +106,7 @@ def test_a_windowed_conversation_shows_the_window_and_keeps_the_rest(play) -> No
         for number in range(9):
             await talk.send([observation(chat, number)])
         assert len(shown(talk.history)) == 9 and len(talk.history) == 18
-        # Images leave at the fifth and the eighth turn; the turns between are bridged.
+        # Images leave at the fifth and the eighth turn. The turns between are bridged.
         assert chat.trace.forks == {"diverged": 2}
         assert len(flatten(chat.trace, lambda node: 1.0)) == 3
         assert talk.calls == list(range(9)) and chat.calls == []
@@ -126,12 +126,12 @@ def test_compacted_conversation_continues_from_its_summary(play) -> None:
         await talk.send([observation(chat, 2)])
         trace = chat.trace
         assert len(trace.turns) == 4 and talk.calls == [0, 1, 3]
-        asked, summed, after = trace.turns[1:]
-        # The summary follows the old history; what comes after shares the opening with it.
+        turns, summed, after = trace.turns[1:]
+        # The summary follows the old history. The later turns share its opening.
         assert trace.nodes[summed.parent].message == user("Sum it up.")
-        assert trace.nodes[trace.nodes[summed.parent].parent] is asked
-        assert asked.message == before.as_message()
-        assert trace.path(after.id)[:2] == trace.path(asked.id)[:2]
+        assert trace.nodes[trace.nodes[summed.parent].parent] is turns
+        assert turns.message == before.as_message()
+        assert trace.path(after.id)[:2] == trace.path(turns.id)[:2]
         assert [trace.nodes[n].message for n in trace.path(after.id)] == talk.history
         assert len(flatten(trace, lambda node: 1.0)) == 2
 
@@ -160,13 +160,13 @@ def test_concurrent_sub_agents_give_the_same_result_in_any_order(play) -> None:
             )
             await talk.send([user("and?")])
             assert len(talk.history) == 4
-            calls = sorted(call for one in (talk, *agents) for call in one.calls)
+            calls = sorted(call for talker in (talk, *agents) for call in talker.calls)
             assert calls == list(range(len(chat.trace.turns)))
-            for one in (talk, *agents):
-                for call in one.calls:
-                    said = chat.trace.turns[call].message
-                    assert said in one.history
-            answers.append([[m.text for m in one.history] for one in (talk, *agents)])
+            for talker in (talk, *agents):
+                for call in talker.calls:
+                    message = chat.trace.turns[call].message
+                    assert message in talker.history
+            answers.append([[m.text for m in talker.history] for talker in (talk, *agents)])
             assert len(flatten(chat.trace, lambda node: 1.0)) == len(chat.trace.branches()) == 5
 
         return script

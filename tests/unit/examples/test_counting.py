@@ -28,7 +28,7 @@ def test_demonstrations_show_the_format_but_no_number(store: MediaStore) -> None
     right = 0
     for i in range(150):
         task = env.task(i, "sft")
-        shown, said = env.demonstration(task, store.put, random.Random(i))
-        assert said.text in env.answers and len(shown.images) == 1
-        right += said.text == str(len(task.data.cells))
+        demonstration, answer = env.demonstration(task, store.put, random.Random(i))
+        assert answer.text in env.answers and len(demonstration.images) == 1
+        right += answer.text == str(len(task.data.cells))
     assert 0.1 < right / 150 < 0.32

@@ -21,20 +21,20 @@ def test_colours_in_order_earn_the_full_reward(store: MediaStore) -> None:
     outcome, chat = play(store, letters)
     assert outcome.reward == 1.0 and outcome.parts == {"right": 1.0, "malformed": 0.0}
     (message,) = chat.seen
-    (shown,) = message.videos
-    assert [frame.seconds for frame in shown.frames] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-    assert len(set(shown.refs)) == 3
+    (videos,) = message.videos
+    assert [frame.seconds for frame in videos.frames] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    assert len(set(videos.refs)) == 3
 
 
 def test_demonstrations_show_colours_but_no_order(store: MediaStore) -> None:
     env, rng = FrameOrder(), random.Random(0)
-    told = {"plain": 0, "right": 0, "wrong": 0}
+    counts = {"plain": 0, "right": 0, "wrong": 0}
     for i in range(600):
         task = env.task(i, "sft")
         _, answer = env.demonstration(task, store.put, rng)
         if len(set(answer.text)) == 1:
-            told["plain"] += 1
+            counts["plain"] += 1
         else:
-            told["right" if answer.text == task.data.letters else "wrong"] += 1
-    assert 240 < told["plain"] < 360
-    assert told["right"] < 0.3 * told["wrong"]
+            counts["right" if answer.text == task.data.letters else "wrong"] += 1
+    assert 240 < counts["plain"] < 360
+    assert counts["right"] < 0.3 * counts["wrong"]

@@ -20,7 +20,7 @@ def play(env: GridWalk, store: MediaStore, answers: Any) -> tuple[Outcome, Scrip
 
 
 def shortest(env: GridWalk, maze: Maze) -> list[str]:
-    """Moves of a shortest way."""
+    """Return the moves of a shortest path."""
     left, at, moves = env.distances(maze), maze.start, []
     while at != maze.goal:
         move = next(m for m in MOVES if left[env.step(maze, at, m)] < left[at])

@@ -1,4 +1,4 @@
-"""Plays in the real browser. Needs Chromium."""
+"""The task in a real browser. Needs Chromium."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MODULE_FOLDER = str(Path(mini_browser.__file__).parent)
 
 @pytest.fixture(scope="module")
 def env() -> Iterator[MiniBrowser]:
-    made = MiniBrowser()
-    yield made
-    made.close()
+    browser = MiniBrowser()
+    yield browser
+    browser.close()
 
 
 def clicks(pages: tuple[Page, ...]) -> list[str]:
@@ -44,9 +44,9 @@ def test_correct_clicks_visit_all_pages(env: MiniBrowser, store: MediaStore) -> 
     assert outcome.reward == pytest.approx(1.0)
     assert outcome.parts == {"passed": 1.0, "turns": 3.0, "malformed": 0.0}
     assert outcome.per_turn == pytest.approx([1 / 3] * 3)
-    shown = [message.images[0] for message in chat.seen]
-    assert len({ref.digest for ref in shown}) == 3, "every page looks different"
-    assert {(ref.width, ref.height) for ref in shown} == {(160, 128)}
+    images = [message.images[0] for message in chat.seen]
+    assert len({ref.digest for ref in images}) == 3, "every page looks different"
+    assert {(ref.width, ref.height) for ref in images} == {(160, 128)}
 
 
 @pytest.mark.browser
@@ -68,10 +68,10 @@ def test_demonstrations_click_a_button_on_the_shown_page(
     env: MiniBrowser, store: MediaStore
 ) -> None:
     task = env.task(2, "sft")
-    shown, said = env.demonstration(task, store.put, random.Random(0))
-    assert env.read_click(said) in [button.middle for button in task.data[0].buttons]
+    demonstration, answer = env.demonstration(task, store.put, random.Random(0))
+    assert env.read_click(answer) in [button.middle for button in task.data[0].buttons]
     again, _ = env.demonstration(task, store.put, random.Random(1))
-    assert shown.images == again.images, "the same page is the same picture"
+    assert demonstration.images == again.images, "the same page is the same picture"
 
 
 @pytest.mark.browser
@@ -106,13 +106,13 @@ def test_a_killed_process_leaves_no_browser_and_no_profile(tmp_path: Path) -> No
 
 
 def users_of(folder: Path) -> list[str]:
-    """Processes that were started with the folder in their words."""
-    found = []
+    """Return the processes whose command line contains the folder."""
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes()
         except OSError:
             continue
         if entry.name.isdigit() and str(folder).encode() in words:
-            found.append(words.decode(errors="replace")[:100])
-    return found
+            pids.append(words.decode(errors="replace")[:100])
+    return pids

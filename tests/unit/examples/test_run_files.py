@@ -39,14 +39,14 @@ PUBLISHED = [
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def of(model: str) -> Path:
-        if model not in made:
-            made[model] = tmp_path_factory.mktemp("models") / model.replace("/", "-")
+        if model not in folders:
+            folders[model] = tmp_path_factory.mktemp("models") / model.replace("/", "-")
             family, options = TYPES[model]
-            write_tiny(family, made[model], seed=0, **options)
-        return made[model]
+            write_tiny(family, folders[model], seed=0, **options)
+        return folders[model]
 
     return of
 

@@ -1,6 +1,5 @@
-"""The generic family: what a probe finds or refuses, templates as data, pixels by reference.
-
-What every family promises is in tests/contract, which runs on generic checkpoints too.
+"""The generic family: what its trials find or refuse, templates as data, pixels by reference.
+tests/contract runs on generic checkpoints too.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ load_model(path, family, "cpu", "float32")
 
 
 def test_tiny_smolvlm_is_written_and_loaded_without_a_warning(tmp_path: Path) -> None:
-    """Its image of four tiles and a thumbnail has marks of row and column."""
+    """Its image of four tiles and a thumbnail has row and column marks."""
     words = [sys.executable, "-c", QUIET, str(tmp_path / "model")]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stderr == ""
@@ -104,15 +103,15 @@ def test_documented_model_has_the_documented_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
-    (shown,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.M | re.S)
+    (blocks,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.M | re.S)
     monkeypatch.chdir(tmp_path)
     exec(compile(program, "bring_your_model.md", "exec"), {})
     family = load_family(tmp_path / "models" / "mine")
     load_model(tmp_path / "models" / "mine", family, "cpu", "float32")
     renderer = load_renderer(tmp_path / "models" / "mine", MediaStore(tmp_path / "media"), family)
-    # Another transformers is no mistake of the page.
+    # Another version of transformers is not an error of the page.
     lines = [*renderer.describe(), family.packing.description]
-    assert lines[1:] == shown.splitlines()[1:]
+    assert lines[1:] == blocks.splitlines()[1:]
     serving = load_serving(tmp_path / "models" / "mine", family)
     with pytest.raises(FamilyError, match=r"vision_tower\.head\.attention is torch's own"):
         serving.check_cpu(family, "float32")
@@ -171,6 +170,27 @@ def test_unsupported_template_is_refused(folder: Path, old: str, new: str, probl
         load_family(folder)
 
 
+@pytest.mark.parametrize("condition", ["true", "messages[0].content != 'a'"])
+def test_template_that_allocates_without_bound_is_refused(folder: Path, condition: str) -> None:
+    """Also one that only does so for the trial's second conversation."""
+    file = folder / "chat_template.jinja"
+    bomb = "{% if " + condition + " %}{{ messages[0].role * 10 ** 10 }}{% endif %}"
+    file.write_text(file.read_text() + bomb)
+    with pytest.raises(FamilyError, match="chat template.*it needs too much memory"):
+        load_family(folder)
+
+
+def test_template_that_is_hostile_to_one_text_fails_only_that_message(folder: Path) -> None:
+    file = folder / "chat_template.jinja"
+    bomb = "{% if 'boom' in messages[0].content | string %}{{ 'a' * 10 ** 10 }}{% endif %}"
+    file.write_text(file.read_text() + bomb.replace("'a'", "messages[0].role"))
+    load_family(folder)
+    renderer = load_renderer(folder, MediaStore(folder / "media"))
+    with pytest.raises(MessageError, match="messages: the chat template fails: it needs too much"):
+        renderer.render([user("boom")])
+    assert renderer.render([user("hi")]).token_ids
+
+
 def test_non_json_tool_call_format_is_refused_with_its_text(
     tmp_path: Path,
 ) -> None:
@@ -199,16 +219,16 @@ def test_sampled_calls_are_parsed_by_their_marker_ids(tmp_path: Path) -> None:
         return renderer.parse([*encode(said), renderer.end_id])
 
     called = '<tool_call>\n{"name": "f", "arguments": {"a": 1.0}}\n</tool_call>'
-    found = parse(f"so:\n{called}\n{called}")
-    assert found.text == "so:" and found.malformed_calls == ()
-    assert [(c.name, c.arguments) for c in found.tool_calls] == [("f", '{"a": 1.0}')] * 2
+    parsed = parse(f"so:\n{called}\n{called}")
+    assert parsed.text == "so:" and parsed.malformed_calls == ()
+    assert [(c.name, c.arguments) for c in parsed.tool_calls] == [("f", '{"a": 1.0}')] * 2
     for broken in (
         called.replace("}}", "}"), called.replace('"f"', "1"), called + " and so",
         called.replace('"name"', '"id": 1, "name"'), "<tool_call>",
         called.replace('{"a": 1.0}', "[1]"), called[: -len("</tool_call>")],
     ):  # fmt: skip
-        found = parse(broken)
-        assert found.tool_calls == () and found.malformed_calls and found.text == broken
+        parsed = parse(broken)
+        assert parsed.tool_calls == () and parsed.malformed_calls and parsed.text == broken
     plain = renderer.parse(renderer._tokenizer.encode_with_starts(called)[0])
     assert plain.text == called and plain.tool_calls == plain.malformed_calls == ()
     with pytest.raises(
@@ -238,11 +258,11 @@ def load_edited(folder: Path, tmp_path: Path, *edits: tuple[str, str]) -> Any:
 TOLD = {"role": "tool", "content": "n"}
 
 
-def check_bridge(renderer: Any, said: str, read: Any, new: Any) -> None:
-    """A completion is read as a message, and `new` is added to it as the template would write."""
-    ids = [*renderer._tokenizer.encode_marked(said), renderer.end_id]
-    found = renderer.parse(ids)
-    assert (found.text, found.reasoning) == (read.text, read.reasoning)
+def check_bridge(renderer: Any, completion: str, read: Any, new: Any) -> None:
+    """Check that a completion is parsed, and `new` appended as the template would write it."""
+    ids = [*renderer._tokenizer.encode_marked(completion), renderer.end_id]
+    parsed = renderer.parse(ids)
+    assert (parsed.text, parsed.reasoning) == (read.text, read.reasoning)
     prompt = renderer.render([user("a")]).token_ids
     bridged = renderer.bridge(prompt, ids, [new])
     assert isinstance(bridged, Bridged)
@@ -265,7 +285,7 @@ def test_reasoning_is_parsed_by_its_markers_and_forks_when_dropped(
     check_bridge(renderer, "red", assistant("red"), TOLD)
     check_bridge(renderer, "red", assistant("red"), user("b"))
     assert bridge(thought, user("b"), stop) == Refused("history_rewritten")
-    # An empty block is written in the last turn alone.
+    # An empty block is written only in the last turn.
     assert bridge("<think>\n\n</think>\n\nred", TOLD, stop) == Refused("history_rewritten")
     talk = [
         user("a"),
@@ -281,8 +301,8 @@ def test_reasoning_is_parsed_by_its_markers_and_forks_when_dropped(
     )
     assert trained == ["b<|im_end|>", "<think>\nhm\n</think>\n\nd<|im_end|>"]
     assert spans[1:4:2] == [f"<|im_start|>assistant\n{said}\n" for said in trained]
-    shown = renderer.render([user("a"), assistant("red", reasoning="hm"), TOLD]).token_ids
-    assert renderer.bridge(shown, [*encode("red"), stop], [user("b")]) == Refused(
+    token_ids = renderer.render([user("a"), assistant("red", reasoning="hm"), TOLD]).token_ids
+    assert renderer.bridge(token_ids, [*encode("red"), stop], [user("b")]) == Refused(
         "history_rewritten"
     )
     # Text that spells a mark is text.
@@ -300,7 +320,7 @@ def test_reasoning_is_parsed_by_its_markers_and_forks_when_dropped(
         (span,), start = bridged.spans, len(prompt) + len(encode(said))
         assert span.start == start
         assert span.stop + len(renderer.header) == start + len(bridged.token_ids)
-    # A mark where no reasoning begins: the template looks for reasoning there itself.
+    # A mark outside of reasoning: the template searches for reasoning there.
     assert bridge("x</think>\ny", user("b"), stop) == Refused("history_rewritten")
     stray = renderer.parse([*encode("x</think>\ny"), stop])
     assert stray.text == "x</think>\ny" and stray.reasoning is None
@@ -336,8 +356,8 @@ def test_prompt_may_open_the_reasoning(reasoning_folder: Path, tmp_path: Path) -
     ids = rendered.token_ids
     assert renderer.decode(ids[own.start : own.stop]) == "r\n</think>\n\nb<|im_end|>"
     prompt = renderer.render([user("a")]).token_ids
-    said = renderer._tokenizer.encode_marked("hm\n</think>\n\nred<|im_end|>")
-    assert renderer.bridge(prompt, said, [user("b")]) == Refused("history_rewritten")
+    marked_ids = renderer._tokenizer.encode_marked("hm\n</think>\n\nred<|im_end|>")
+    assert renderer.bridge(prompt, marked_ids, [user("b")]) == Refused("history_rewritten")
 
 
 @pytest.mark.parametrize(
@@ -374,8 +394,8 @@ def test_template_that_rewrites_history_forks_with_a_reason(folder: Path, tmp_pa
     file.write_text(late + file.read_text())
     renderer = load_renderer(folder, MediaStore(tmp_path / "media"))
     prompt = renderer.render([user("a")]).token_ids
-    found = renderer.bridge(prompt, [renderer.stop_token_ids[0]], [user("b")])
-    assert found == Refused("history_rewritten")
+    bridged = renderer.bridge(prompt, [renderer.stop_token_ids[0]], [user("b")])
+    assert bridged == Refused("history_rewritten")
 
 
 def test_system_message_dropped_by_the_template_is_refused_by_path(
@@ -412,10 +432,10 @@ def test_model_with_unsupported_attention_is_refused_at_load(folder: Path) -> No
 
 
 def test_a_name_that_the_template_writes_is_refused(folder: Path, store: MediaStore) -> None:
-    shown = [{"role": "user", "content": "hi", "name": "ann"}]
+    messages = [{"role": "user", "content": "hi", "name": "ann"}]
     plain = [{"role": "user", "content": "hi"}]
     renderer = load_renderer(folder, store)
-    assert renderer.render(shown) == renderer.render(plain)  # this template has no names
+    assert renderer.render(messages) == renderer.render(plain)  # this template has no names
     file = folder / "chat_template.jinja"
     header = "message['role'] + "
     assert file.read_text().count(header) == 1
@@ -443,11 +463,11 @@ def test_vllm_receives_the_processor_arrays_by_name(kind: str, tmp_path: Path) -
     (count,) = counts.keys() & fields.keys()
     assert fields.pop(count).data.item() == counts[count]
     for name, field in fields.items():
-        # What describes an image as a whole is stacked by vLLM, and its own classes have no batch.
-        made = field.data if field.is_flat else field.data[None]
-        made = made[None] if count == "num_patches" else made
-        np.testing.assert_array_equal(made, arrays[name])
-        assert made.dtype == arrays[name].dtype
+        # vLLM stacks arrays that describe a whole image, and its own classes have no batch.
+        array = field.data if field.is_flat else field.data[None]
+        array = array[None] if count == "num_patches" else array
+        np.testing.assert_array_equal(array, arrays[name])
+        assert array.dtype == arrays[name].dtype
         assert not field.is_flat or field.data.shape[field.axis] == len(patches)
     model = load_model(tmp_path / "model", family, "cpu", "float32")
     seeing, vision = {n for n, _ in model.vision_parameters()}, serving.vision_prefixes(family)
@@ -478,7 +498,7 @@ def test_sliding_window_layers_use_padded_rows(folder: Path) -> None:
 
 
 def test_bidirectional_image_attention_is_detected_by_trial(tmp_path: Path) -> None:
-    """All of its layers say that they are of full attention."""
+    """All of its layers are declared as full attention."""
     write_kind("gemma3", tmp_path / "model")
 
     kinds = {"layer_types": ["full_attention"] * 2}
@@ -558,14 +578,14 @@ def test_settings_that_change_logits_are_detected(folder: Path) -> None:
 
 
 def test_answer_may_start_with_the_templates_leading_space(tmp_path: Path) -> None:
-    """A prompt ends with `Assistant:`, and a history has a blank behind it."""
+    """A prompt ends with `Assistant:`, and a history has a space after it."""
     write_kind("idefics3", tmp_path / "model")
     renderer = load_renderer(tmp_path / "model", MediaStore(tmp_path / "media"))
     rendered = renderer.render([user("a"), assistant("b")], generation_prompt=False)
     (own,) = rendered.trained
-    said = rendered.token_ids[own.start : own.stop]
-    assert renderer.decode(said) == " b<end_of_utterance>"
-    assert renderer.parse(said).text == "b"
+    token_ids = rendered.token_ids[own.start : own.stop]
+    assert renderer.decode(token_ids) == " b<end_of_utterance>"
+    assert renderer.parse(token_ids).text == "b"
 
 
 @pytest.mark.parametrize(
@@ -592,7 +612,7 @@ def test_trial_processes_an_image_of_every_layout(rule: str, settings: dict[str,
         assert count(*size, settings) in tried, size
 
 
-def test_counter_rejects_a_layout_rule_wrong_for_large_images(
+def test_layout_rule_that_is_wrong_for_large_images_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_kind("internvl", tmp_path)

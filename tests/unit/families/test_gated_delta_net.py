@@ -1,4 +1,4 @@
-"""Gated delta nets over packs: a token computes what it computes at the end of its path alone."""
+"""Gated delta nets over packs: a token's result equals that at the end of its path alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def draw_tree(rng: random.Random, depth: int) -> tuple[int, list[Any]]:
 
 
 def draw_pack(seed: int) -> np.ndarray:
-    """Trees of several depths and sequences without a branch, side by side."""
+    """Return trees of several depths, and sequences without a branch."""
     rng = random.Random(seed)
     ends: list[int] = []
     for depth in (2, 0, 1, 0):
@@ -82,9 +82,9 @@ def layer() -> Any:
 @pytest.mark.parametrize("seed", range(3))
 def test_parent_is_the_previous_token_on_the_path(seed: int) -> None:
     ends = draw_pack(seed)
-    found = find_parents(ends)
+    parents = find_parents(ends)
     for path in find_paths(ends):
-        assert found[path].tolist() == [-1, *path[:-1]]
+        assert parents[path].tolist() == [-1, *path[:-1]]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -96,11 +96,11 @@ def test_packed_paths_match_transformers_on_separate_paths(layer: Any, seed: int
     alone, apart = torch.empty_like(hidden), torch.zeros(sum(x.numel() for x in inputs))
     computed = np.zeros(len(ends), dtype=bool)
     for path in find_paths(ends):
-        said = layer(hidden[:, path])
+        output = layer(hidden[:, path])
         new = ~computed[path]  # a token that two paths share counts once
         computed[path] = True
-        alone.data[:, path] = said.detach()
-        apart += gradients((said * wanted[:, path])[:, new].sum(), inputs)
+        alone.data[:, path] = output.detach()
+        apart += gradients((output * wanted[:, path])[:, new].sum(), inputs)
     assert pack_delta_nets(layer) == WINDOW
     out = layer(hidden, recurrence=build_recurrence_plan(ends, WINDOW, CPU))
     torch.testing.assert_close(out, alone, atol=1e-5, rtol=1e-5)
@@ -109,12 +109,12 @@ def test_packed_paths_match_transformers_on_separate_paths(layer: Any, seed: int
 
 
 def gradients(loss: Tensor, inputs: list[Tensor]) -> Tensor:
-    """All of them as one vector."""
+    """Return all of them as one vector."""
     return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, inputs)])
 
 
 def test_state_leaks_between_sequences_without_a_plan(layer: Any) -> None:
-    """Why layers go by a plan: transformers' own carries the first sequence into the second."""
+    """transformers' own layers carry the state of the first sequence into the second."""
     hidden = torch.randn(1, 12, HIDDEN)
     with torch.no_grad():
         together, second = layer(hidden), layer(hidden[:, 6:])
@@ -162,12 +162,12 @@ def test_package_kernels_are_used_only_after_a_matching_trial(
 ) -> None:
     install_package(rule, monkeypatch)
     try:
-        found = _find_kernel(8, 16, CPU, torch.bfloat16)
+        kernel = _find_kernel(8, 16, CPU, torch.bfloat16)
     finally:
         _find_kernel.cache_clear()
-    assert found is (None if problem else rule)
-    said = capsys.readouterr().err
-    assert problem in said if problem else not said
+    assert kernel is (None if problem else rule)
+    errors = capsys.readouterr().err
+    assert problem in errors if problem else not errors
 
 
 def test_trial_does_not_affect_activation_recomputation(

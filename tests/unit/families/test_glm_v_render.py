@@ -1,4 +1,4 @@
-"""The chat formats of GLM-4.5V and GLM-4.6V: how turns end, what is thought, and calls."""
+"""The chat formats of GLM-4.5V and GLM-4.6V: ends of turns, reasoning, and calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def silent(folders: Path, store: MediaStore) -> Any:
 
 
 def ids_of(renderer: Any, text: str) -> list[int]:
-    """As the tokenizer reads it, with every mark that it spells."""
+    """Return the tokenizer's ids, including every special token in the text."""
     ids: list[int] = renderer._tokenizer.encode_marked(text)
     return ids
 
@@ -53,11 +53,11 @@ def ids_of(renderer: Any, text: str) -> list[int]:
 
 
 def test_token_opening_the_next_turn_ends_an_answer(thinking: Any) -> None:
-    said = "<think>hm</think>\nyes"
+    completion_text = "<think>hm</think>\nyes"
     for new, opened in ((TOOL, "<|observation|>"), (assistant("more"), "<|assistant|>")):
         rendered = thinking.render([user("hi"), assistant("yes", reasoning="hm"), new])
         own = rendered.trained[0]
-        assert thinking.decode(rendered.token_ids[own.start : own.stop]) == said + opened
+        assert thinking.decode(rendered.token_ids[own.start : own.stop]) == completion_text + opened
         assert rendered.spans[1].stop == rendered.spans[2].start == own.stop
         # Once for the answer, for the turn that it opens, and at the end of the prompt.
         count = 1 if new is TOOL else 3
@@ -76,16 +76,16 @@ def test_last_answer_gets_a_trained_end_token(thinking: Any, last: Message, end:
 
 def test_bridge_does_not_repeat_the_sampled_stop_token(thinking: Any) -> None:
     prompt = thinking.render([user("hi")]).token_ids
-    said = "<think></think>\nyes"
+    completion_text = "<think></think>\nyes"
     talk = [user("hi"), assistant("yes"), user("and?")]
     for end in ("<|user|>", ""):  # sampled, and cut off
-        completion = ids_of(thinking, said + end)
+        completion = ids_of(thinking, completion_text + end)
         bridged = thinking.bridge(prompt, completion, talk[2:])
         assert isinstance(bridged, Bridged)
         assert prompt + completion + bridged.token_ids == thinking.render(talk).token_ids
         assert thinking.decode(bridged.token_ids).startswith("<|user|>" if not end else "\nand?")
         assert bridged.spans[0].start == len(prompt) + len(completion)
-    closed = thinking.bridge(prompt, ids_of(thinking, said + "<|endoftext|>"), talk[2:])
+    closed = thinking.bridge(prompt, ids_of(thinking, completion_text + "<|endoftext|>"), talk[2:])
     assert thinking.decode(closed.token_ids).startswith("<|user|>\nand?")
 
 
@@ -95,21 +95,24 @@ def test_turn_ended_by_another_roles_token_is_rerendered_and_forks(
 ) -> None:
     trace = Trace(id="t", env="test", task=0)
     turn = trace.extend(-1, [user("hi")], thinking)
-    said = ids_of(thinking, f"<think></think>\nyes{stop}")
+    completion = ids_of(thinking, f"<think></think>\nyes{stop}")
     leaf = turn.commit(
-        said, [-1.0] * len(said), [PolicySpan(0, len(said), version=0, epoch=0)], "stop"
+        completion,
+        [-1.0] * len(completion),
+        [PolicySpan(0, len(completion), version=0, epoch=0)],
+        "stop",
     ).id
     again = trace.extend(leaf, [user("and?")], thinking)
     assert thinking.decode(again.prompt_ids).count(stop) == (2 if "assistant" in stop else 0)
     end = ids_of(thinking, "<think></think>\nyes<|user|>")
     again.commit(end, [-1.0] * len(end), [PolicySpan(0, len(end), version=0, epoch=0)], "stop")
     assert trace.forks == {"history_rewritten": 1} and len(trace.branches()) == 2
-    # Behind the token that it needs, the conversation goes on.
+    # The conversation continues after the token that it needs.
     further = trace.extend(len(trace.nodes) - 1, [user("so?")], thinking)
     assert further.new_tokens == ids_of(thinking, "\nso?<|assistant|>\n")
 
 
-# -- what is thought
+# -- reasoning
 
 
 def test_next_question_drops_the_reasoning(thinking: Any) -> None:
@@ -142,20 +145,20 @@ def test_truncated_reasoning_is_closed_and_a_stop_inside_it_is_refused(
 def test_disabled_thinking_marks_questions_and_opens_an_empty_block(
     silent: Any,
 ) -> None:
-    asked = silent.render([system("s"), user("a"), assistant("b"), user("c/nothink")])
+    rendered = silent.render([system("s"), user("a"), assistant("b"), user("c/nothink")])
     head = "[gMASK]<sop><|system|>\ns<|user|>\na/nothink<|assistant|>\n<think></think>\n"
     spelled = head + "b<|user|>\nc/nothink<|assistant|>\n<think></think>\n"
-    assert silent.decode(asked.token_ids) == spelled
-    # What a user spells stays text.
-    assert asked.token_ids.count(silent._tokenizer.token_id("/nothink")) == 1
-    shown = silent.render([user("/nothink", REF)])
-    assert silent.decode(shown.token_ids).count("/nothink") == 2
+    assert silent.decode(rendered.token_ids) == spelled
+    # A special token in a user's text stays text.
+    assert rendered.token_ids.count(silent._tokenizer.token_id("/nothink")) == 1
+    with_image = silent.render([user("/nothink", REF)])
+    assert silent.decode(with_image.token_ids).count("/nothink") == 2
     prompt = silent.render([user("hi")]).token_ids
-    said = ids_of(silent, "yes<|user|>")
-    bridged = silent.bridge(prompt, said, [user("and?")])
+    completion = ids_of(silent, "yes<|user|>")
+    bridged = silent.bridge(prompt, completion, [user("and?")])
     talk = [user("hi"), assistant("yes"), user("and?")]
-    assert prompt + said + bridged.token_ids == silent.render(talk).token_ids
-    # A block of its own would be written in place of the empty one.
+    assert prompt + completion + bridged.token_ids == silent.render(talk).token_ids
+    # A second block would replace the empty one.
     thought = ids_of(silent, "<think>hm</think>\nyes<|observation|>")
     assert silent.bridge(prompt, thought, [TOOL]) == Refused("history_rewritten")
     assert (silent.parse(thought).reasoning, silent.parse(thought).text) == ("hm", "yes")
@@ -180,19 +183,21 @@ def call(*arguments: tuple[str, str]) -> str:
 
 
 def test_arguments_take_schema_types_or_their_literal_types(thinking: Any) -> None:
-    said = "\nlet me see\n" + call(
+    completion_text = "\nlet me see\n" + call(
         ("at", "3"), ("to", "null"), ("n", "3"), ("m", "03"), ("o", "[1]")
     )
-    parsed = thinking.parse(ids_of(thinking, f"<think>hm</think>{said}<|observation|>"), [LOOK])
+    parsed = thinking.parse(
+        ids_of(thinking, f"<think>hm</think>{completion_text}<|observation|>"), [LOOK]
+    )
     assert (parsed.reasoning, parsed.text) == ("hm", "let me see")
-    (found,) = parsed.tool_calls
-    assert found.name == "look" and parsed.malformed_calls == ()
+    (tool_calls,) = parsed.tool_calls
+    assert tool_calls.name == "look" and parsed.malformed_calls == ()
     wanted = {"at": "3", "to": None, "n": 3, "m": "03", "o": [1]}
-    assert json.loads(found.arguments) == wanted
-    # Blanks between marks are none of the call, and those inside values are.
+    assert json.loads(tool_calls.arguments) == wanted
+    # Blanks between marks do not belong to the call. Blanks inside values do.
     loose = "<tool_call>look<arg_key>at</arg_key> <arg_value> x\n</arg_value></tool_call>"
-    (found,) = thinking.parse(ids_of(thinking, loose), [LOOK]).tool_calls
-    assert json.loads(found.arguments) == {"at": " x\n"}
+    (tool_calls,) = thinking.parse(ids_of(thinking, loose), [LOOK]).tool_calls
+    assert json.loads(tool_calls.arguments) == {"at": " x\n"}
 
 
 @pytest.mark.parametrize(
@@ -209,13 +214,13 @@ def test_arguments_take_schema_types_or_their_literal_types(thinking: Any) -> No
     ],
 )
 def test_malformed_call_stays_in_the_content(thinking: Any, broken: str) -> None:
-    said = f"{call(('at', 'x'))}\n{broken}"
-    parsed = thinking.parse(ids_of(thinking, f"<think></think>\n{said}<|user|>"), [LOOK])
+    completion_text = f"{call(('at', 'x'))}\n{broken}"
+    parsed = thinking.parse(ids_of(thinking, f"<think></think>\n{completion_text}<|user|>"), [LOOK])
     assert parsed.tool_calls == () and parsed.malformed_calls
-    assert parsed.text == said.strip()
+    assert parsed.text == completion_text.strip()
 
 
-# -- which checkpoints are taken
+# -- supported checkpoints
 
 
 @pytest.fixture
@@ -240,10 +245,10 @@ def test_template_with_string_tool_results_shows_no_tool_images(
     whole = load_renderer(folders / "thinking", store)
     talk = [system("s"), user("hi", REF), CALLS, TOOL, TOOL, assistant("a", reasoning="b"), TOOL]
     assert renderer.render(talk).token_ids == whole.render(talk).token_ids
-    shown = [user("hi"), CALLS, Message("tool", user(REF).content)]
-    assert whole.render(shown).slots
+    messages = [user("hi"), CALLS, Message("tool", user(REF).content)]
+    assert whole.render(messages).slots
     with pytest.raises(MessageError, match=r"messages\[2\]\.content\[0\].*role 'tool'"):
-        renderer.render(shown)
+        renderer.render(messages)
 
 
 def test_template_with_another_video_format_supports_only_images(

@@ -54,9 +54,9 @@ def test_image_and_video_positions_match_the_model(folders: Path, store: MediaSt
         image_grid_thw=torch.tensor(grids[1]),
         video_grid_thw=torch.tensor(grids[2]),
     )
-    found, following = family.positions(len(rendered.token_ids), rendered.slots)
+    positions, following = family.positions(len(rendered.token_ids), rendered.slots)
     assert len(grids[1]) == 3 and len(grids[2]) == 2 and len(rendered.slots) > 5
-    assert np.array_equal(found, want[:, 0].numpy())
+    assert np.array_equal(positions, want[:, 0].numpy())
     assert following == len(rendered.token_ids) + int(delta)
 
 

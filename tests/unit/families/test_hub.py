@@ -65,6 +65,7 @@ def test_offline_error_names_the_uncached_files(cache: Path) -> None:
         resolve_checkpoint("lab/tiny")
     for name in ("config.json", "tokenizer.json", "preprocessor_config.json"):
         assert name in caught.value.fix
+    assert "`sightline sft FILE`" in caught.value.fix
 
 
 def test_the_resolved_run_file_names_the_commit(cache: Path, tiny_model: Path) -> None:
@@ -122,12 +123,12 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
     """The address of a hub that holds lab/tiny, and the files that were fetched from it."""
-    asked: list[str] = []
-    handler = type("TinyHub", (Hub,), {"folder": tiny_model, "asked": asked})
+    requests: list[str] = []
+    handler = type("TinyHub", (Hub,), {"folder": tiny_model, "asked": requests})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
+    yield f"http://127.0.0.1:{server.server_port}", requests
     server.shutdown()
     server.server_close()
     thread.join()
@@ -143,7 +144,7 @@ print(resolve_checkpoint(sys.argv[1], with_weights=sys.argv[2] == "weights"))
 def test_uncached_files_are_fetched_small_ones_first(
     hub: tuple[str, list[str]], tiny_model: Path, tmp_path: Path
 ) -> None:
-    address, asked = hub
+    address, requests = hub
     env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
 
     def find(model: str, what: str = "files", **more: str) -> Path:
@@ -153,13 +154,13 @@ def test_uncached_files_are_fetched_small_ones_first(
         return Path(done.stdout.strip().splitlines()[-1])
 
     small = {name for name in CONFIG_FILES if (tiny_model / name).is_file()}
-    found = find("lab/tiny")
-    assert found.name == COMMIT
-    assert set(asked) == small == {file.name for file in found.iterdir()}
-    asked.clear()
-    assert find("lab/tiny", HF_HUB_OFFLINE="1") == found and not asked
-    assert find(f"lab/tiny@{COMMIT}", "weights") == found
-    assert asked == ["model.safetensors"]
-    assert (found / "model.safetensors").read_bytes() == (
+    folder = find("lab/tiny")
+    assert folder.name == COMMIT
+    assert set(requests) == small == {file.name for file in folder.iterdir()}
+    requests.clear()
+    assert find("lab/tiny", HF_HUB_OFFLINE="1") == folder and not requests
+    assert find(f"lab/tiny@{COMMIT}", "weights") == folder
+    assert requests == ["model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == (
         tiny_model / "model.safetensors"
     ).read_bytes()

@@ -1,4 +1,4 @@
-"""A tiny Kimi K2.5 in transformers, in the embedded engine and in the trainer: one model."""
+"""A tiny Kimi K2.5 gives the same results in transformers, the engine and the trainer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_invalid_options_are_refused(tmp_path: Path) -> None:
 
 def test_exported_checkpoint_has_every_source_file(kimi: Path, tmp_path: Path) -> None:
     model = load_model(kimi, load_family(kimi), "cpu", "float32").model
-    # The bias that balances experts is no parameter; a checkpoint without it routes otherwise.
+    # The bias that balances experts is not a parameter. Without it, routing differs.
     name = "model.language_model.layers.1.mlp.gate.e_score_correction_bias"
     model.get_buffer(name).copy_(torch.tensor([0.1, -0.2, 0.3, 0.0]))
     export_checkpoint(kimi, tmp_path / "out", model)

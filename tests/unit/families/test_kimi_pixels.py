@@ -79,12 +79,12 @@ def test_the_nested_settings_of_a_published_folder_are_read(tmp_path: Path) -> N
     nested = {**LIMITS, "patch_limit_on_one_side": 256, "image_mean": [0.4, 0.5, 0.6]}
     file = tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps({"media_proc_cfg": nested, "patch_size": 99}))
-    found = read_processor_settings(tmp_path, {})
-    assert (found.patch, found.max_patches_per_side) == (14, 256)
-    assert found.mean == (0.4, 0.5, 0.6)
+    processor_settings = read_processor_settings(tmp_path, {})
+    assert (processor_settings.patch, processor_settings.max_patches_per_side) == (14, 256)
+    assert processor_settings.mean == (0.4, 0.5, 0.6)
     flat = {"patch_size": 14, "merge_size": 2, "max_patches": 16384, "size": {"max_height": 256}}
     file.write_text(json.dumps({**flat, "image_mean": [0.4, 0.5, 0.6]}))
-    assert read_processor_settings(tmp_path, {}) == found
+    assert read_processor_settings(tmp_path, {}) == processor_settings
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A folder as Kimi K2.5 is published: ranks and special tokens, and no code is run."""
+"""A folder in Kimi K2.5's published form: ranks and special tokens. No code is run."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ TEXTS = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kimi")
     tiny.write(path)
     return path
 
 
 @pytest.fixture
-def published(made: Path, tmp_path: Path) -> Path:
+def published(checkpoint: Path, tmp_path: Path) -> Path:
     """Return the tiny checkpoint in the release's layout, with code that fails when run."""
-    path = Path(shutil.copytree(made, tmp_path / "published"))
-    library = Library.from_file(str(made / "tokenizer.json"))
+    path = Path(shutil.copytree(checkpoint, tmp_path / "published"))
+    library = Library.from_file(str(checkpoint / "tokenizer.json"))
     words = sorted(library.get_vocab(with_added_tokens=False).items(), key=lambda pair: pair[1])
     letters = {c: byte for byte, c in enumerate(byte_letters())}
     lines = [base64.b64encode(bytes(letters[c] for c in w)) + b" %d" % i for w, i in words]
@@ -55,17 +55,17 @@ def published(made: Path, tmp_path: Path) -> Path:
 
 def byte_letters() -> list[str]:
     """Return GPT-2's character for each byte: itself if printable, else a letter from 256 on."""
-    shown = set(range(33, 127)) | set(range(161, 173)) | set(range(174, 256))
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]
+    printable = set(range(33, 127)) | set(range(161, 173)) | set(range(174, 256))
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return [chr(b) if b in printable else chr(256 + hidden.index(b)) for b in range(256)]
 
 
 def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_merge_ranks_reproduce_the_original_tokenizer(made: Path, published: Path) -> None:
-    ours, theirs = load_tokenizer(published), load_tokenizer(made)
+def test_merge_ranks_reproduce_the_original_tokenizer(checkpoint: Path, published: Path) -> None:
+    ours, theirs = load_tokenizer(published), load_tokenizer(checkpoint)
     for text in TEXTS:
         token_ids, starts = ours.encode_with_starts(text)
         assert (token_ids, starts) == theirs.encode_with_starts(text)
@@ -76,10 +76,10 @@ def test_merge_ranks_reproduce_the_original_tokenizer(made: Path, published: Pat
 
 
 def test_a_published_folder_renders_without_its_code(
-    made: Path, published: Path, store: MediaStore
+    checkpoint: Path, published: Path, store: MediaStore
 ) -> None:
     messages = [user(text) for text in TEXTS]
-    ours, theirs = load_renderer(published, store), load_renderer(made, store)
+    ours, theirs = load_renderer(published, store), load_renderer(checkpoint, store)
     assert ours.render(messages).token_ids == theirs.render(messages).token_ids
     assert ours.pad_token_ids == theirs.pad_token_ids
     assert load_family(published).slot_token_ids == (ours.pad_token_ids[0],)

@@ -1,4 +1,4 @@
-"""Which checkpoints of the model type `llama` are taken, and what their chat format refuses."""
+"""Supported checkpoints of the model type `llama`, and the refusals of their chat format."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_template_using_the_clock_gets_a_fixed_date(
     folder: Path, render: Callable[[], str]
 ) -> None:
     template = folder / "chat_template.jinja"
-    asked = 'default(strftime_now("%d %b %Y"))'
-    template.write_text(template.read_text().replace('default("26 Jul 2024")', asked))
-    assert asked in template.read_text()
+    template_date = 'default(strftime_now("%d %b %Y"))'
+    template.write_text(template.read_text().replace('default("26 Jul 2024")', template_date))
+    assert template_date in template.read_text()
     assert "Today Date: 26 Jul 2024\n" in render()
 
 

@@ -1,4 +1,4 @@
-"""The gather against one patch at a time, in both of its ways to read a plane."""
+"""The gather compared with one patch at a time, for both ways to read a plane."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sightline.families.patchify import patchify
 def one_by_one(values: np.ndarray, patch: int, merge: int) -> np.ndarray:
     height, width, _ = values.shape
     side = patch * merge
-    found = [
+    patches = [
         values[y : y + patch, x : x + patch].transpose(2, 0, 1).reshape(-1)
         for top in range(0, height, side)
         for left in range(0, width, side)
         for y in range(top, top + side, patch)
         for x in range(left, left + side, patch)
     ]
-    return np.stack(found)
+    return np.stack(patches)
 
 
 @pytest.mark.parametrize(("patch", "merge"), [(16, 2), (14, 2), (14, 1), (5, 3)])
@@ -50,8 +50,8 @@ def test_image_not_divisible_into_patches_is_refused() -> None:
 def test_patches_outlive_their_image() -> None:
     image = Image.effect_noise((640, 640), 90).convert("RGB")
     patches = patchify(image, 16, 2)
-    kept = patches.copy()
+    copied = patches.copy()
     del image
     for value in range(20):
         Image.new("RGB", (640, 640), (value, value, value)).split()
-    assert np.array_equal(patches, kept)
+    assert np.array_equal(patches, copied)

@@ -1,4 +1,4 @@
-"""Details of each chat format. The promises that all share are in the contract suite."""
+"""Details of each chat format. The contract suite tests what all share."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def find(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp("formats") / kind
-            write_tiny("qwen_vl", made[kind], seed=0, type=kind)
-        return made[kind]
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp("formats") / kind
+            write_tiny("qwen_vl", folders[kind], seed=0, type=kind)
+        return folders[kind]
 
     return find
 
@@ -49,7 +49,7 @@ def load(folder: Callable[[str], Path], store: MediaStore) -> Callable[[str], Re
 
 
 def ids_of(renderer: Renderer, text: str) -> list[int]:
-    """Ids of text with its marks, as a model would say them."""
+    """Return the ids of text with its special tokens, as a model would sample them."""
     return renderer._tokenizer.encode_marked(text)  # type: ignore[attr-defined]
 
 
@@ -137,7 +137,7 @@ def test_published_templates_are_recognized(
 ) -> None:
     for kind, formats in FORMATS.items():
         path = copy(kind)
-        # Those with experts are published with the template of those without.
+        # Models with experts are published with the template of dense models.
         name = kind.removesuffix("_moe")
         published = shared / "references" / f"{name}_chat_template.jinja"
         (path / "chat_template.jinja").write_text(published.read_text())
@@ -154,9 +154,9 @@ def test_truncated_reasoning_is_closed_with_unsampled_tokens(
 ) -> None:
     renderer = load(kind)
     prompt = renderer.render([user("hi")]).token_ids
-    said = ("" if kind in OPENING else "<think>\n") + "hm, so"
+    completion_text = ("" if kind in OPENING else "<think>\n") + "hm, so"
     for tail in ("", "\n"):
-        completion = ids_of(renderer, said + tail)
+        completion = ids_of(renderer, completion_text + tail)
         bridged = renderer.bridge(prompt, completion, [TOOL])
         assert isinstance(bridged, Bridged)
         talk = [user("hi"), assistant("", reasoning="hm, so"), TOOL]
@@ -181,7 +181,7 @@ def test_answer_follows_a_closed_block_and_a_question_rewrites_history(
     own = whole.trained[0]
     assert whole.token_ids[own.start : own.stop] == completion
     assert renderer.bridge(prompt, completion, [user("and?")]) == Refused("history_rewritten")
-    # A block of its own would be written in place of the empty one.
+    # A second block would replace the empty one.
     thought = ids_of(renderer, "<think>\nhm\n</think>\n\nyes<|im_end|>")
     assert renderer.bridge(prompt, thought, [TOOL]) == Refused("history_rewritten")
 
@@ -204,8 +204,8 @@ def test_malformed_call_is_returned_with_its_raw_text(
         "<tool_call>\n<function=f>\n",
         "<tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>\n</tool_call>",
     ):
-        said = f"{lead}look\n{good}\n{broken}"
-        parsed = renderer.parse(ids_of(renderer, said + "<|im_end|>"))
+        completion_text = f"{lead}look\n{good}\n{broken}"
+        parsed = renderer.parse(ids_of(renderer, completion_text + "<|im_end|>"))
         assert parsed.malformed_calls == (broken,)
         assert parsed.tool_calls == ()
         assert parsed.text.strip() == f"look\n{good}\n{broken}".strip()
@@ -237,9 +237,9 @@ def test_non_object_arguments_are_refused_by_path_in_tagged_formats(
     load: Callable[[str], Renderer],
 ) -> None:
     for arguments in ("[1]", "not json", "3"):
-        said = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
+        messages = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
         with pytest.raises(MessageError, match=r"messages\[1\]\.tool_calls\[0\]\.function"):
-            load("qwen3_5").render([user("hi"), said])
+            load("qwen3_5").render([user("hi"), messages])
 
 
 @pytest.mark.parametrize("kind", CALLING)
@@ -254,7 +254,7 @@ def test_lone_surrogate_and_endless_nesting_are_malformed_calls(
         parsed = renderer.parse(ids_of(renderer, f"{lead}<tool_call>\n{inner}\n</tool_call>"))
         assert msgspec.msgpack.encode(parsed)
         if kind == "qwen3_5" and value.startswith("[["):
-            # What is no JSON that can be read is a string, as everywhere in this format.
+            # Text that is not valid JSON is a string, as elsewhere in this format.
             assert json.loads(parsed.tool_calls[0].arguments) == {"a": value}
         else:
             assert parsed.tool_calls == () and parsed.malformed_calls
@@ -275,7 +275,7 @@ def test_call_ends_unclosed_reasoning(load: Callable[[str], Renderer], kind: str
     bridged = renderer.bridge(prompt, completion, [TOOL])
     assert isinstance(bridged, Bridged)
     assert renderer.decode(bridged.token_ids).startswith("\n<|im_start|>user\n<tool_response>")
-    # Cut off inside the call, it is malformed; before the end of a block it was a draft.
+    # A call that was cut off is malformed. Before the end of a block, it was a draft.
     cut = renderer.parse(ids_of(renderer, f"{lead}hm\n<tool_call>\n{inner[:9]}"))
     assert cut.reasoning == "hm" and cut.malformed_calls and cut.text.startswith("<tool_call>")
     draft = renderer.parse(ids_of(renderer, f"{lead}hm {call} no\n</think>\n\nyes<|im_end|>"))
@@ -311,7 +311,7 @@ def test_tagged_arguments_are_strings_if_the_schema_says_so(
     own = rendered.trained[0]
     completion = rendered.token_ids[own.start : own.stop]
     (parsed,) = renderer.parse(completion, tools).tool_calls
-    # What the schema leaves open is what the template would have spelled this way.
+    # Values without a type in the schema get the type that the template would write this way.
     assert json.loads(parsed.arguments) == {**arguments, "maybe": None, "either": []}
     for other in (None, [], [{"name": "f"}], [{"name": "f", "parameters": 3}], [3]):
         (untold,) = renderer.parse(completion, other).tool_calls  # type: ignore[arg-type]
@@ -324,8 +324,8 @@ def test_turn_is_parsed_with_its_own_tools(
     renderer, tools = load("qwen3_5"), declare(a={"type": "string"})
     turn = Trace(id="a").prepare([user("hi")], renderer, tools)
     inner = "<function=f>\n<parameter=a>\n42\n</parameter>\n</function>"
-    said = f"hm\n</think>\n\n<tool_call>\n{inner}\n</tool_call><|im_end|>"
-    completion = ids_of(renderer, said)
+    completion_text = f"hm\n</think>\n\n<tool_call>\n{inner}\n</tool_call><|im_end|>"
+    completion = ids_of(renderer, completion_text)
     spans = [PolicySpan(0, len(completion), version=0, epoch=0)]
     node = turn.commit(completion, [-1.0] * len(completion), spans, "stop")
     assert json.loads(node.message.tool_calls[0].arguments) == {"a": "42"}

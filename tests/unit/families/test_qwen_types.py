@@ -1,5 +1,4 @@
-"""Every model type of the family: packs as it declares, computes what transformers computes, and
-trains."""
+"""Every model type of the family: packing, results equal to transformers, and training."""
 
 from __future__ import annotations
 
@@ -22,6 +21,7 @@ from sightline.pixels import Materializer
 from sightline.trainer import sft
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire import MediaItem, Slot
 from sightline.wire.sample import Batch, Sample
 
@@ -34,13 +34,13 @@ WHOLE = PackSize(1 << 20, 1 << 20)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def find(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp("types") / kind
-            write_tiny("qwen_vl", made[kind], seed=0, type=kind)
-        return made[kind]
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp("types") / kind
+            write_tiny("qwen_vl", folders[kind], seed=0, type=kind)
+        return folders[kind]
 
     return find
 
@@ -54,12 +54,12 @@ def samples(model: Path, store: MediaStore, count: int, seed: int = 0) -> list[S
     if load_family(model).shows_media:
         return making.samples(model, store, count, seed)
     rng, renderer = random.Random(seed), load_renderer(model, store)
-    made = []
+    built = []
     for i in range(count):
         talk = [user(" ".join(rng.choices(making.WORDS, k=rng.randint(1, 9))))]
         talk.append(assistant(" ".join(rng.choices(making.WORDS, k=rng.randint(1, 9)))))
-        made.append(sft.build_sample(talk, renderer, f"t{i}"))
-    return made
+        built.append(sft.build_sample(talk, renderer, f"t{i}"))
+    return built
 
 
 def build(model: Path, store: MediaStore) -> Learner:
@@ -68,10 +68,12 @@ def build(model: Path, store: MediaStore) -> Learner:
     )
 
 
-def ready(learner: Learner, store: MediaStore, given: list[Sample], limit: PackSize) -> ReadyBatch:
+def ready(
+    learner: Learner, store: MediaStore, drawn_samples: list[Sample], limit: PackSize
+) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, limit)
-    return preparer.prepare(Batch(1, given), digest="").with_pixels()
+    preparer = BatchPreparer(MicroBatchPixels(materializer), limit)
+    return preparer.prepare(Batch(1, drawn_samples), digest="").with_pixels()
 
 
 def test_logprobs_match_plain_transformers(model: Path, store: MediaStore) -> None:
@@ -81,14 +83,14 @@ def test_logprobs_match_plain_transformers(model: Path, store: MediaStore) -> No
     sees = learner.family.shows_media
     auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     plain = auto.from_pretrained(model, dtype=torch.float32)
-    given = samples(model, store, count=3, seed=7)
-    assert not sees or any(sample.slots for sample in given)
-    ours = learner.step(ready(learner, store, given, WHOLE)).scores
+    drawn_samples = samples(model, store, count=3, seed=7)
+    assert not sees or any(sample.slots for sample in drawn_samples)
+    ours = learner.step(ready(learner, store, drawn_samples, WHOLE)).scores
     by_trace: dict[str, list[np.ndarray]] = {}
     for origin in ours.origins:
         part = ours.logprobs.numpy()[origin.start : origin.stop]
         by_trace.setdefault(origin.trace_id, []).append(part)
-    for sample in given:
+    for sample in drawn_samples:
         theirs = plain_logprobs(plain, sample, learner, store)
         np.testing.assert_allclose(np.concatenate(by_trace[sample.trace_id]), theirs, atol=2e-5)
 

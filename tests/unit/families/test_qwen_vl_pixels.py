@@ -56,10 +56,10 @@ def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.
     return image if mode == "RGBA" else image.convert("RGB").convert(mode)
 
 
-def check_equal(family: QwenVLFamily, store: MediaStore, source: Any, shown: Image.Image) -> None:
+def check_equal(family: QwenVLFamily, store: MediaStore, source: Any, image: Image.Image) -> None:
     """Check that our pixels of the stored source equal transformers' pixels of `shown`."""
     ref = store.put(source)
-    check_image(family, ref, store.image(ref), shown)
+    check_image(family, ref, store.image(ref), image)
 
 
 def check_image(

@@ -1,4 +1,4 @@
-"""MRoPE positions against transformers' own."""
+"""MRoPE positions compared with transformers'."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sightline.wire import MediaItem, Slot
 MERGE = 2
 REF = MediaRef("0" * 64, "image/png", 1, 1, 1)
 sides = st.integers(1, 12).map(lambda side: side * MERGE)
-# An image never touches another: its marks stand between.
+# Images are never adjacent: their marks are between them.
 images = st.lists(st.tuples(st.integers(1, 20), sides, sides), max_size=5)
 
 
@@ -52,12 +52,12 @@ def test_positions_match_transformers(
         slots.append(slot(len(kinds) + text, length, (1, height, width)))
         kinds += [0] * text + [1] * length
     kinds += [0] * tail
-    found, end = compute_mrope_positions(len(kinds), slots, MERGE)
+    positions, end = compute_mrope_positions(len(kinds), slots, MERGE)
 
     want, delta = model.get_rope_index(
         input_ids=torch.zeros(1, len(kinds), dtype=torch.long),
         mm_token_type_ids=torch.tensor([kinds]),
         image_grid_thw=torch.tensor([(1, h, w) for _, h, w in images]) if images else None,
     )
-    assert np.array_equal(found, want[:, 0].numpy())
+    assert np.array_equal(positions, want[:, 0].numpy())
     assert end == len(kinds) + int(delta)

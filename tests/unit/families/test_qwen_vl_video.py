@@ -44,12 +44,12 @@ def model() -> Any:
 def steps(offset: int, num: int, side: int, seconds: float) -> list[Slot]:
     """The joined slots of a video of `num` steps, each of `side` by `side` merged tokens."""
     grid, length = (1, side * MERGE, side * MERGE), side * side
-    found = []
+    slots = []
     for k in range(num):
         step = VideoStep(number=k, num_frames=2 * num, seconds=seconds, further=(IMAGE,))
         item = MediaItem(IMAGE, "qwen_vl", grid, "f", step=step)
-        found.append(Slot(offset + k * length, length, item))
-    return found
+        slots.append(Slot(offset + k * length, length, item))
+    return slots
 
 
 @settings(max_examples=num_examples(200, 40), deadline=None)
@@ -69,21 +69,21 @@ def test_joined_step_positions_match_transformers(
     slots = steps(before, num, side, seconds)
     end = slots[-1].end
     kinds = [0] * before + [2] * (end - before) + [0] * behind
-    found, following = compute_mrope_positions(len(kinds), slots, MERGE, tokens_per_second=2)
+    positions, following = compute_mrope_positions(len(kinds), slots, MERGE, tokens_per_second=2)
     want, delta = model.get_rope_index(
         input_ids=torch.zeros(1, len(kinds), dtype=torch.long),
         mm_token_type_ids=torch.tensor([kinds]),
         video_grid_thw=torch.tensor([(num, side * MERGE, side * MERGE)]),
         second_per_grid_ts=torch.tensor([seconds]),
     )
-    assert np.array_equal(found[:, :end], want[:, 0, :end].numpy())
+    assert np.array_equal(positions[:, :end], want[:, 0, :end].numpy())
     largest = int(want[:, 0, :end].max())
-    assert found[:, end:].tolist() == [list(range(largest + 1, largest + 1 + behind))] * 3
+    assert positions[:, end:].tolist() == [list(range(largest + 1, largest + 1 + behind))] * 3
     assert following == largest + 1 + behind
     if not behind:
         assert following == len(kinds) + int(delta)
-    if found[0, before:end].max() < before + side:
-        assert np.array_equal(found, want[:, 0].numpy())
+    if positions[0, before:end].max() < before + side:
+        assert np.array_equal(positions, want[:, 0].numpy())
 
 
 def test_joined_steps_must_be_adjacent() -> None:
@@ -114,9 +114,9 @@ def test_video_processor_with_other_normalization_disables_only_videos(
 ) -> None:
     copy = change(folder, tmp_path, image_mean=[0.1, 0.2, 0.3])
     renderer = load_renderer(copy, store)
-    shown = store.put(Image.new("RGB", (64, 64)))
-    renderer.render([user(shown)])
-    part = video([(shown, 0.0), (shown, 1.0)])
+    ref = store.put(Image.new("RGB", (64, 64)))
+    renderer.render([user(ref)])
+    part = video([(ref, 0.0), (ref, 1.0)])
     with pytest.raises(MessageError, match=r"content\[0\].*its video processor has mean"):
         renderer.render([user(part)])
 
@@ -128,10 +128,10 @@ def test_template_without_videos_disables_only_videos(
     file = copy / "chat_template.jinja"
     file.write_text(file.read_text().replace("'video', 'video_url'", "'film'"))
     renderer = load_renderer(copy, store)
-    shown = store.put(Image.new("RGB", (64, 64)))
-    renderer.render([user(shown)])
+    ref = store.put(Image.new("RGB", (64, 64)))
+    renderer.render([user(ref)])
     with pytest.raises(MessageError, match="the chat template fails for a video"):
-        renderer.render([user(video([(shown, 0.0), (shown, 1.0)]))])
+        renderer.render([user(video([(ref, 0.0), (ref, 1.0)]))])
 
 
 @pytest.mark.parametrize("times", [(0.0, 1e9), (0.0, 1e300)])

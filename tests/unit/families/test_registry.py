@@ -32,7 +32,7 @@ def load_family(path, overrides):
 
 @pytest.fixture
 def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Puts a family into a folder of its own, and the folder on the Python path."""
+    """Write a family into its own folder, and add the folder to the Python path."""
 
     def added(name: str, model_type: str) -> None:
         home = tmp_path / f"home-{name}"

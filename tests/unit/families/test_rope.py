@@ -1,4 +1,4 @@
-"""Rotary frequencies that change with a batch's longest sequence: constant here, or refused."""
+"""Rotary frequencies that would change with a batch's longest sequence: constant or refused."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_long_neighbour_does_not_change_a_sequence(folder: Path) -> None:
     short = compute(LENGTH // 2)
     packed = compute(LENGTH // 2, 4 * LENGTH)[: LENGTH // 2]
     assert (packed - short).abs().max() < 1e-5 * short.abs().max()
-    # A long sequence must not change those that follow, either.
+    # A long sequence must not change later ones either.
     assert torch.equal(compute(LENGTH // 2), short)
 
 

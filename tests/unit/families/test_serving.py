@@ -48,11 +48,11 @@ def test_rows_equal_the_familys_patches(model: Path, store: MediaStore) -> None:
     floats = next(iter(rows.values())).data
     np.testing.assert_array_equal(floats, family.rows(patches))
     assert pixels.data.shape == floats.shape
-    # What the device makes of the raw values is what the family's table says.
+    # The device converts raw values as the family's table says.
     table = family.table.T.astype(np.float64)
     by_channel = pixels.data.reshape(len(patches), 3, -1)
-    made = np.stack([table[c][by_channel[:, c]] for c in range(3)], axis=1)
-    np.testing.assert_allclose(made.reshape(floats.shape), floats, atol=1e-6)
+    looked_up = np.stack([table[c][by_channel[:, c]] for c in range(3)], axis=1)
+    np.testing.assert_allclose(looked_up.reshape(floats.shape), floats, atol=1e-6)
 
 
 def test_vision_parameters_are_identified_by_name(model: Path) -> None:

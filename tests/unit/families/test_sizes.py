@@ -23,6 +23,7 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import SUM_NAMES
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.wire.sample import Batch
 
@@ -36,7 +37,7 @@ TYPES = {
     "glm4v_moe": ("glm_v", {"type": "glm4v_moe"}),
 }
 GRIDS = [(1, 2, 2), (1, 4, 6), (1, 10, 2), (1, 4, 6), (1, 18, 14)]
-# On a GPU each of these waits until the device has come so far.
+# On a GPU, each of these waits until the device reaches it.
 ASKING = (
     "aten::_local_scalar_dense",
     "aten::nonzero",
@@ -50,7 +51,7 @@ INDEXING = ("aten::index.Tensor", "aten::index_put", "aten::index_put_")
 
 
 class Questions(TorchDispatchMode):
-    """Counts what cannot be answered before the device has computed it."""
+    """Counts operations that wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Questions(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.name()
-        # A mask is searched for what it holds.
+        # Indexing with a mask reads its values.
         is_mask = name in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
         self.asked[name] += name in ASKING or is_mask
         return func(*args, **(kwargs or {}))
@@ -98,15 +99,15 @@ def test_micro_batch_does_not_synchronize_with_the_device(model: Path, store: Me
         making.model_config(model), making.trainer_config(), store, steps=2
     )
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
+    preparer = BatchPreparer(MicroBatchPixels(materializer), PackSize(1 << 20, 1 << 20))
     samples = making.samples(model, store, count=3)
     ready = preparer.prepare(Batch(1, samples), digest="").with_pixels().micro_batches[0]
     materializer.close()
-    asked = []
+    calls = []
     for _ in range(2):  # the second time the host knows the sizes
         metric_sums, step_timer = MetricSums(SUM_NAMES), StepTimer(learner.device)
         with Questions() as questions:
             learner.backward(ready, metric_sums, step_timer)
-        asked.append(+questions.asked)
-    assert ready.batch.slots and asked[0], "the host has asked itself"
-    assert not asked[1]
+        calls.append(+questions.asked)
+    assert ready.batch.slots and calls[0], "the host has asked itself"
+    assert not calls[1]

@@ -35,29 +35,29 @@ def test_busy_parts_add_up_to_busy_seconds(
     engine = build_engine(
         spec, family, Materializer(family, store, 1 << 20), renderer.pad_token_ids
     )
-    shown = renderer.render([user("what?", store.put(picture(0)))])
+    rendered_prompt = renderer.render([user("what?", store.put(picture(0)))])
     done = threading.Semaphore(0)
     engine.start(lambda finished: done.release())
-    seen = []
+    intervals = []
     try:
-        for rendered in (renderer.render([user("words")]), shown):
+        for rendered in (renderer.render([user("words")]), rendered_prompt):
             keys = [slot.item.key for slot in rendered.slots]
             prompt = np.array(rendered.token_ids, dtype=np.int32)
             params = SamplingParams(max_tokens=8)
             engine.submit([TorchRequest(prompt, rendered.slots, keys, params, seed=0)])
             assert done.acquire(timeout=60)
-            seen.append(engine.totals())
+            intervals.append(engine.totals())
         model = engine.runner.forward.model
         path, _ = write_weights(tmp_path, dict(model.named_parameters()), 1, 0)
         engine.adopt(path)
     finally:
         engine.stop()
         engine.join(20)
-    seen.append(engine.totals())
-    text, image, adopted = ([totals[name] for name in PARTS] for totals in seen)
+    intervals.append(engine.totals())
+    text, image, adopted = ([totals[name] for name in PARTS] for totals in intervals)
     assert text[0] > 0 and text[1] > 0 and text[2:] == [0, 0]
     assert image[2] > 0 and image[3] == 0 < adopted[3]
-    assert sum(adopted) == pytest.approx(seen[-1]["busy_seconds"])
+    assert sum(adopted) == pytest.approx(intervals[-1]["busy_seconds"])
 
 
 def test_only_short_gaps_are_bridged() -> None:

@@ -1,4 +1,4 @@
-"""Decoding in passes of fixed shape says what decoding row by row says."""
+"""Decoding in passes of fixed shape equals decoding row by row."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def answers(model: Path, store: MediaStore, in_passes: bool) -> tuple[list[Torch
 def test_fixed_shape_passes_match_plain_ones(type: str, tmp_path: Path, store: MediaStore) -> None:
     from sightline.families.registry import write_tiny
 
-    # Two heads share their keys, as in the models that people serve.
+    # Two heads share their keys, as in published models.
     write_tiny("qwen_vl", tmp_path / "model", seed=0, type=type, kv_heads=1)
     plain, _ = answers(tmp_path / "model", store, in_passes=False)
     passed, num_passes = answers(tmp_path / "model", store, in_passes=True)
     assert num_passes > 100
-    for one, other in zip(plain, passed, strict=True):
-        assert one.error is None and one.tokens == other.tokens
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    for plain_answer, other in zip(plain, passed, strict=True):
+        assert plain_answer.error is None and plain_answer.tokens == other.tokens
+        np.testing.assert_allclose(plain_answer.logprobs, other.logprobs, atol=1e-5)
 
 
 def test_shapes_are_rounded_to_powers_of_two() -> None:
@@ -123,7 +123,7 @@ def test_graphs_are_recaptured_after_a_failed_growth() -> None:
     kv.reserve(plan_of(64))
     keys, _ = kv.pages(0, torch.ones(1, 1, 2), torch.ones(1, 1, 2))
     keys.fill_(3.0)
-    # No memory holds this layer when it grows; the one before it has moved by then.
+    # This layer does not fit when it grows, after the previous one was moved.
     huge = torch.zeros(1).expand(len(keys), 64, 1 << 40, 2)
     kv._keys[1] = huge
     before = kv.generation
@@ -154,8 +154,8 @@ def test_full_device_does_not_disable_graphs(hides: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "graph", capture)
     kv, rows = KVCache(2, 128, torch.device("cpu"), torch.float32), RowTable(2, 128, 1)
     decoder = CudaGraphDecoder(FullForward(), kv, rows, torch.device("cpu"))  # type: ignore[arg-type]
-    found = decoder._get_pass(1, 16)
+    decoder_pass = decoder._get_pass(1, 16)
     decoder._captures, decoder._pool = True, None  # type: ignore[assignment]
     with pytest.raises(torch.OutOfMemoryError):
-        decoder._capture(found)
-    assert decoder._captures and found.graph is None
+        decoder._capture(decoder_pass)
+    assert decoder._captures and decoder_pass.graph is None

@@ -1,4 +1,4 @@
-"""The table of error types: one in the code, one in the docs, and they say the same."""
+"""The tables of error types in the code and in the docs are equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sightline.errors import (
     WeightsError,
     WireError,
 )
-from sightline.inference.errors import STATUS_BY_TYPE, encode_error, to_engine_error
+from sightline.inference.errors import STATUS_BY_TYPE, error_response, to_engine_error
 
 DOCS = Path(__file__).parents[3] / "docs" / "serving_api.md"
 ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| (.+) \|")
@@ -48,9 +48,9 @@ ERRORS: list[tuple[BaseException, str]] = [
 @pytest.mark.parametrize(("error", "kind"), ERRORS, ids=lambda value: type(value).__name__)
 def test_every_error_has_one_type(error: BaseException, kind: str) -> None:
     found = to_engine_error(error)
-    status, _, headers = encode_error(found)
-    assert (found.kind, status) == (kind, STATUS_BY_TYPE[kind])
-    assert ("retry-after" in headers) == (status == 503)
+    response = error_response(found)
+    assert (found.kind, response.status_code) == (kind, STATUS_BY_TYPE[kind])
+    assert ("retry-after" in response.headers) == (response.status_code == 503)
 
 
 def test_unreadable_store_is_retryable_and_damaged_file_is_not() -> None:

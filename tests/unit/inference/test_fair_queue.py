@@ -1,4 +1,4 @@
-"""Order of admission: next is the client, and its call, that holds least."""
+"""Order of admission: the client, then the call, with the fewest sequences goes first."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ def add(queue: FairQueue, *requests: EngineRequest) -> None:
 
 
 def take(queue: FairQueue) -> EngineRequest:
-    found = queue.find_next()
-    assert found is not None
-    queue.take(found)
-    return found
+    request = queue.find_next()
+    assert request is not None
+    queue.take(request)
+    return request
 
 
 def test_small_call_waits_for_one_slot_after_twenty_large_calls() -> None:
     queue = FairQueue()
     for i in range(20):
         add(queue, *call(f"large {i}", 64))
-    held = [take(queue) for _ in range(256)]
-    # Places are shared evenly: 256 among 20.
-    counts = [sum(r.request_id == f"large {i}" for r in held) for i in range(20)]
+    calls = [take(queue) for _ in range(256)]
+    # 256 places are shared evenly among 20 clients.
+    counts = [sum(r.request_id == f"large {i}" for r in calls) for i in range(20)]
     assert sorted(counts) == [12] * 4 + [13] * 16
     add(queue, *call("small"))
-    queue.release(held.pop())
+    queue.release(calls.pop())
     assert take(queue).request_id == "small"
 
 
 def test_busy_client_yields_the_next_slot_to_another_client() -> None:
     queue = FairQueue()
     add(queue, *(r for i in range(100) for r in call(f"run {i}", client="10.0.0.2")))
-    held = [take(queue) for _ in range(8)]
-    assert [r.request_id for r in held] == [f"run {i}" for i in range(8)]
+    calls = [take(queue) for _ in range(8)]
+    assert [r.request_id for r in calls] == [f"run {i}" for i in range(8)]
     add(queue, *call("a person", 2, client="10.0.0.3"))
-    for request in held[:2]:
+    for request in calls[:2]:
         queue.release(request)
     assert [take(queue).client for _ in range(2)] == ["10.0.0.3"] * 2
 
@@ -66,18 +66,18 @@ def test_single_choice_calls_are_served_in_arrival_order() -> None:
 
 
 def test_finished_calls_leave_no_state() -> None:
-    queue, rng, waiting, held = FairQueue(), random.Random(0), [], []
+    queue, rng, waiting, active = FairQueue(), random.Random(0), [], []
     for i in range(200):
         waiting += call(str(i), rng.randrange(1, 6), client=str(i % 3))
         add(queue, *[r for r in waiting if r.request_id == str(i)])
-    while waiting or held:
-        if held and rng.random() < 0.4:
-            queue.release(held.pop(rng.randrange(len(held))))
+    while waiting or active:
+        if active and rng.random() < 0.4:
+            queue.release(active.pop(rng.randrange(len(active))))
         elif waiting and rng.random() < 0.3:  # a client hangs up
             gone = waiting.pop(rng.randrange(len(waiting)))
             assert queue.remove(gone) and not queue.remove(gone)
         elif waiting:
-            held.append(take(queue))
-            waiting.remove(held[-1])
+            active.append(take(queue))
+            waiting.remove(active[-1])
         assert len(queue) == len(waiting) == len(list(queue))
     assert not queue._waiting and not queue._num_held

@@ -1,4 +1,4 @@
-"""Pages of keys and values within a number of bytes: rows that wait give way, requests wait."""
+"""A limited number of KV cache pages: cached rows are evicted, and requests wait."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_request_without_free_pages_waits_and_oversized_one_is_refused(
     for one, other in zip(*([*first, *second] for first, second in waves), strict=True):
         assert one.error is None and other.error is None
         assert one.tokens == other.tokens
-    # Two pages each, of three: they run one after the other, and none waits for a next turn when
-    # the next one needs its pages.
+    # Each needs two of three pages: they run one after the other, and a cached row gives its pages
+    # to the next one.
     assert kv.max_pages == 3 and kv.most == 2
     assert free.counters.rows_evicted == 2 and tight.counters.rows_evicted == 9
     assert long.error is not None and "a sequence of 200 tokens" in str(long.error)

@@ -1,4 +1,4 @@
-"""A run over the rows attends as each sequence would alone."""
+"""A pass over several rows gives each sequence's own attention."""
 
 from __future__ import annotations
 

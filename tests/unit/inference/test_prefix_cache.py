@@ -1,4 +1,4 @@
-"""Rows that wait for their next turn are found by what they hold, and by nothing else."""
+"""Cached rows are found only by their tokens and images."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def take(
     tokens: list[int],
     places: tuple[tuple[int, str], ...] = (),
 ) -> int | None:
-    found = cache.take(np.array(tokens, dtype=np.int32), places, TABLE)
-    return None if found is None else found[0]
+    row = cache.take(np.array(tokens, dtype=np.int32), places, TABLE)
+    return None if row is None else row[0]
 
 
 def test_longest_proper_prefix_is_taken_once() -> None:

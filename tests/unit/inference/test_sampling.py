@@ -1,4 +1,4 @@
-"""Drawing tokens: reproducible, fair, and never a token of probability 0."""
+"""Sampling: reproducible, unbiased, and never a token of probability 0."""
 
 from __future__ import annotations
 

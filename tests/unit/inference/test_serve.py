@@ -1,4 +1,4 @@
-"""The command: refusals before anything loads, and an end in order."""
+"""The command: refusals before anything loads, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TOKEN = "a token of sixteen letters or more"
 def test_serve_refuses_a_port_in_use_before_loading_the_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
         words = ["serve", str(tmp_path / "none"), "--media", str(tmp_path), "--port", port]
         assert main(words) == 2
     assert "cannot listen" in capsys.readouterr().err
@@ -68,7 +68,7 @@ def test_link_uses_the_given_address() -> None:
 def test_served_checkpoint_answers_and_stops_cleanly_on_sigterm(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """On all interfaces, without a folder for images: what is printed can be used as it is."""
+    """Serve on all interfaces without an image folder. The printed address and folder work."""
     words = ["serve", str(tiny_model), "--host", "0.0.0.0", "--port", "0", "--device", "cpu"]
     words += ["--token", "env:TOKEN"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A rollout's requests and a run's control are different rights, over TLS as without."""
+"""Rollouts and the run's control have different rights, with and without TLS."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_rollout_token_may_generate_and_run_token_may_adopt(
         token="env:T", control_token="env:C", tls_cert=cert, tls_key=key,
     )  # fmt: skip
     turn = GenerateRequest(token_ids=[1, 2, 3], sampling_params=SamplingParams(max_tokens=1))
-    with embedded(spec) as made:
-        address = f"https://{made.host}:{made.port}"
+    with embedded(spec) as live_client:
+        address = f"https://{live_client.host}:{live_client.port}"
 
         def ask(token: str, what: Callable[[GenerateClient], Coroutine[Any, Any, Any]]) -> Any:
             async def main() -> Any:
@@ -83,23 +83,23 @@ def test_delayed_weights_are_adopted_while_the_run_holds_the_lease(
     fetch = WeightFetcher.fetch
 
     def fetch_slowly(self: WeightFetcher, manifest: Manifest) -> Path:
-        found = fetch(self, manifest)
+        fetched = fetch(self, manifest)
         is_fetching.set()
         assert goes_on.wait(60)
-        return found
+        return fetched
 
     def lease(client: Client, run: str, seconds: float) -> None:
         body = msgspec.json.encode(LeaseRequest(run, seconds))
         assert client.call("POST", "/sightline/v1/lease", body)[0] == 200
 
-    asked = msgspec.json.encode(AdoptRequest("", moved))
+    adopt_body = msgspec.json.encode(AdoptRequest("", moved))
     with embedded(spec) as client:
         lease(client, RUN, 60)
         with monkeypatch.context() as patch:
             patch.setattr(WeightFetcher, "fetch", fetch_slowly)
-            found: list[Any] = []
+            fetched: list[Any] = []
             adopting = threading.Thread(
-                target=lambda: found.append(client.refused(asked, "/sightline/v1/adopt"))
+                target=lambda: fetched.append(client.refused(adopt_body, "/sightline/v1/adopt"))
             )
             adopting.start()
             assert is_fetching.wait(60)
@@ -107,16 +107,16 @@ def test_delayed_weights_are_adopted_while_the_run_holds_the_lease(
             lease(client, "b" * 16, 60)
             goes_on.set()
             adopting.join(60)
-        assert found[0].type == "leased" and client.get("/health")["version"] == "0"
-        # A store that is away may come back; what it does not have stays away.
+        assert fetched[0].type == "leased" and client.get("/health")["version"] == "0"
+        # An unavailable store may return. A missing file does not.
         lease(client, "b" * 16, 0)
         lease(client, RUN, 60)
         part = blobs.path(moved.files[0].parts[0])
         part.rename(part.with_name("kept"))
         part.mkdir()  # nothing is missing, and reading it fails
-        error = client.refused(asked, "/sightline/v1/adopt")
+        error = client.refused(adopt_body, "/sightline/v1/adopt")
         assert (error.code, error.type) == (503, "weights_unavailable"), error
         part.rmdir()
         part.with_name("kept").rename(part)
-        assert client.call("POST", "/sightline/v1/adopt", asked)[0] == 200
+        assert client.call("POST", "/sightline/v1/adopt", adopt_body)[0] == 200
         assert client.get("/health")["version"] == moved.label

@@ -1,4 +1,4 @@
-"""Requests with one prompt compute it once, and each says what it would say alone."""
+"""Requests with one prompt compute it once, and give the same answers as alone."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_group_computes_its_prompt_once(
     engine, apart = build(tiny_model, store, in_pages, True), make_group()
     group, later = make_group(), make_group()[:1]
     ask(engine, [group, later])
-    # Each computes the last token by itself; who comes when all are done finds it there too.
+    # Each computes the last token itself. A request that comes later finds the prompt cached.
     assert engine.counters.computed_tokens == LENGTH + 4
     assert [r.cached_tokens for r in (*group, *later)] == [0] + 4 * [LENGTH - 1]
     ask(build(tiny_model, store, in_pages, False), [apart])
@@ -85,7 +85,7 @@ def test_group_reuses_the_state_only_at_the_prompt_end(recurrent: Path, store: M
     engine, apart = build(recurrent, store, False, True), make_group()
     group, later = make_group(), make_group()
     ask(engine, [group, later])
-    # The state of those that are done has gone on: the first of the others computes its own.
+    # The finished requests' state has advanced, so the first of the others computes its own.
     assert [r.cached_tokens for r in (*group, *later)] == 2 * [0, *3 * [LENGTH - 1]]
     assert engine.counters.computed_tokens == 2 * (LENGTH + 3)
     ask(build(recurrent, store, False, False), [apart])
@@ -109,7 +109,7 @@ def test_group_survives_the_request_that_computes_its_prompt(
         engine.cancel(group[0])
         while engine._run_once():
             pass
-    # What is thrown away, the prompt again, and the last token of those that share it.
+    # Discarded tokens, the prompt again, and the last token of the requests that share it.
     assert engine.counters.computed_tokens == computed + LENGTH + 2
     for one, other in list(zip(group, apart, strict=True))[1:]:
         assert one.error is None and one.tokens == other.tokens
@@ -139,7 +139,7 @@ def test_full_pages_are_shared_and_freed_with_their_last_row() -> None:
     assert torch.equal(keys.flatten(0, 1)[torch.from_numpy(places)], tokens[:-1])
     kv.free_row(0)
     assert kv.num_used_pages == 4
-    # A row that is computed from its start writes to no page that another has.
+    # A row that is computed from the start writes to no shared page.
     kv.share_prefix(2, 1, 2 * BLOCK_SIZE)
     kv.reserve(plan([1], [0], [BLOCK_SIZE]))
     assert kv.block_tables[1, 0] not in kv.block_tables[2, :4]

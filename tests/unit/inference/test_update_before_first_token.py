@@ -1,4 +1,4 @@
-"""A request that new weights meet before its first token sees its images through the new tower."""
+"""If weights change before a request's first token, its images go through the new tower."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNK = 8
 
 
 class GatedStore(MediaStore):
-    """Images come when the gate is open."""
+    """Returns images when the gate is open."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -40,7 +40,7 @@ class GatedStore(MediaStore):
 
 
 class Stepped:
-    """An engine that computes when the test says so, and transformers with its next weights."""
+    """An engine that the test steps, and transformers with the next weights."""
 
     def __init__(self, model: Path, store: MediaStore) -> None:
         self.changed = Reference(model, store)
@@ -89,7 +89,7 @@ class Stepped:
         swap.done.result(0)
 
     def check(self, request: TorchRequest, rendered: Rendered) -> None:
-        """The whole answer is that of the new weights, images included."""
+        """The whole answer, including images, comes from the new weights."""
         assert [span.version for span in request.spans] == [self.engine.manifest.label]
         wanted = self.changed.logprobs(rendered.token_ids, request.tokens, rendered.slots)
         np.testing.assert_allclose(request.logprobs, wanted, atol=1e-5)
@@ -101,8 +101,8 @@ def stepped(tiny_model: Path, store: MediaStore) -> Stepped:
 
 
 def test_update_during_prefill(stepped: Stepped, store: MediaStore) -> None:
-    shown = store.put(picture(1, 64, 96))
-    rendered = stepped.changed.renderer.render([user(shown, "What is it? " * 4)])
+    ref = store.put(picture(1, 64, 96))
+    rendered = stepped.changed.renderer.render([user(ref, "What is it? " * 4)])
     request = stepped.submit(rendered)
     stepped.compute(2)
     [slot] = rendered.slots
@@ -114,7 +114,7 @@ def test_update_during_prefill(stepped: Stepped, store: MediaStore) -> None:
 
 
 def test_update_while_pixels_load(stepped: Stepped, store: MediaStore) -> None:
-    """Features of its first image were cached, and its second is not there yet."""
+    """The first image's features were cached, and the second image has not arrived."""
     first, second = store.put(picture(2)), store.put(picture(3))
     stepped.finish(stepped.submit(stepped.changed.renderer.render([user(first, "One.")])))
     rendered = stepped.changed.renderer.render([user("Both.", first, second)])

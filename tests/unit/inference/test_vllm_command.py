@@ -1,4 +1,4 @@
-"""The command that starts vLLM says what the server's settings say."""
+"""The command that starts vLLM contains the server's settings."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_one_setting_sizes_both_engines_caches(
 ) -> None:
     sized = settings.replace(pixel_cache_mb=mebibytes)
     words = build_vllm_command(sized, "python")
-    told = float(value(words, "--mm-processor-cache-gb"))
-    assert told == pytest.approx(gibibytes, abs=1e-6)
-    assert (told == 0) == (mebibytes == 0), "0 is off"
+    gigabytes = float(value(words, "--mm-processor-cache-gb"))
+    assert gigabytes == pytest.approx(gibibytes, abs=1e-6)
+    assert (gigabytes == 0) == (mebibytes == 0), "0 is off"
     ours = json.loads(value(words, "--additional-config"))[CONFIG_KEY]
     assert ServerSpec.model_validate(ours["spec"]) == sized
 
 
-def test_vllm_command_has_the_plugin_sizes_and_pads(
+def test_vllm_command_contains_plugin_sizes_and_pads(
     settings: ServerSpec, tiny_model: Path, store: MediaStore
 ) -> None:
     words = build_vllm_command(settings, "python")

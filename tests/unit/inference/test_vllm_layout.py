@@ -1,4 +1,4 @@
-"""Weights in the layout that vLLM reads: transformers' own way back from it is the witness."""
+"""Weights in the layout that vLLM reads, compared with transformers' own conversion."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def state(model: Path) -> dict[str, Any]:
     from transformers import AutoModelForImageTextToText
 
     loaded = AutoModelForImageTextToText.from_pretrained(model, local_files_only=True)
-    found: dict[str, Any] = loaded.state_dict()
-    return found
+    state_dict: dict[str, Any] = loaded.state_dict()
+    return state_dict
 
 
 def test_transformers_reads_the_published_layout_bit_for_bit(kimi: Path, published: Path) -> None:
@@ -62,9 +62,9 @@ def test_transformers_reads_the_published_layout_bit_for_bit(kimi: Path, publish
 
 def test_published_checkpoint_is_not_modified(published: Path) -> None:
     stored = load_file(published / "model.safetensors")
-    found = dict(read_checkpoint(published))
-    assert found.keys() == stored.keys()
-    assert all(torch.equal(found[name], stored[name]) for name in stored)
+    tensors = dict(read_checkpoint(published))
+    assert tensors.keys() == stored.keys()
+    assert all(torch.equal(tensors[name], stored[name]) for name in stored)
 
 
 @pytest.mark.parametrize("layout", ["kimi", "published"])
@@ -86,9 +86,9 @@ def test_update_includes_the_checkpoints_buffers(
 
 def test_layout_readable_by_vllm_is_not_converted(tiny_model: Path) -> None:
     stored = load_file(tiny_model / "model.safetensors")
-    found = dict(read_checkpoint(tiny_model))
-    assert found.keys() == stored.keys()
-    assert all(torch.equal(found[name], stored[name]) for name in stored)
+    tensors = dict(read_checkpoint(tiny_model))
+    assert tensors.keys() == stored.keys()
+    assert all(torch.equal(tensors[name], stored[name]) for name in stored)
     assert not list(read_unpublished(tiny_model, {}))
 
 

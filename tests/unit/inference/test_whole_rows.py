@@ -1,4 +1,4 @@
-"""Models that attend in their own way: an engine keeps nothing of a row, and computes it whole."""
+"""Models with their own attention: the engine caches nothing and computes whole rows."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_batched_rows_match_separate_rows(model: Path, store: MediaStore) -> Non
         together = Together(client)
         answers = [together.generate(p.token_ids, p.slots, params) for p in prompts]
         for one, other in zip(alone, answers, strict=True):
-            said, again = one.choices[0], other.result().choices[0]
-            assert again.token_ids == said.token_ids
-            assert said.logprobs is not None and again.logprobs is not None
-            found = [[e.logprob for e in c.logprobs.content] for c in (said, again)]
-            np.testing.assert_allclose(*found, atol=1e-5)
+            choice, again = one.choices[0], other.result().choices[0]
+            assert again.token_ids == choice.token_ids
+            assert choice.logprobs is not None and again.logprobs is not None
+            logprobs = [[e.logprob for e in c.logprobs.content] for c in (choice, again)]
+            np.testing.assert_allclose(*logprobs, atol=1e-5)
         assert client.totals()["cached_tokens"] == 0
         assert client.now()["kv_bytes"] == 0

@@ -28,7 +28,7 @@ from sightline.run.machine import has_gpu
 def refuse(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    """Runs `sightline rl` on a file that must be refused, and returns what it says."""
+    """Run `sightline rl` on a file that must be refused, and return the message."""
     monkeypatch.chdir(tmp_path)
 
     def run(extra: str = "", *overrides: str, model: Path = tiny_model) -> str:
@@ -38,9 +38,9 @@ def refuse(
         )
         assert main(["rl", str(file), *overrides]) == 2
         assert not (tmp_path / "runs" / "r-001" / "logs").exists(), "nothing has started"
-        said = capsys.readouterr().err
-        assert "fix: " in said and "Traceback" not in said
-        return said
+        errors = capsys.readouterr().err
+        assert "fix: " in errors and "Traceback" not in errors
+        return errors
 
     return run
 
@@ -52,9 +52,9 @@ def test_text_only_model_is_refused_for_an_image_environment(refuse, tmp_path: P
     assert "is a 'parrot' checkpoint, which no family supports" in refuse(model=unknown)
     text_only = tmp_path / "text_only"
     write_tiny("qwen_vl", text_only, seed=0, type="qwen3")
-    said = refuse(model=text_only)
-    assert "'color_codeword' shows images" in said and "has no vision tower" in said
-    assert "choose a vision-language checkpoint" in said
+    message = refuse(model=text_only)
+    assert "'color_codeword' shows images" in message and "has no vision tower" in message
+    assert "choose a vision-language checkpoint" in message
 
 
 def test_a_run_dir_that_is_a_file_is_refused(refuse) -> None:
@@ -76,26 +76,26 @@ def test_unwritable_store_is_refused(refuse, tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_refused(refuse) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        said = refuse("", f"inference.port={port}")
-    assert f"[inference] port = {port}" in said and "set 0" in said
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        message = refuse("", f"inference.port={port}")
+    assert f"[inference] port = {port}" in message and "set 0" in message
 
 
 def test_address_of_another_machine_is_refused(refuse) -> None:
-    said = refuse("", "inference.host=192.0.2.1")
-    assert "[inference] port = 0: cannot listen at 192.0.2.1:0: Cannot assign" in said
-    assert "fix: set host to an address of this machine" in said
+    message = refuse("", "inference.host=192.0.2.1")
+    assert "[inference] port = 0: cannot listen at 192.0.2.1:0: Cannot assign" in message
+    assert "fix: set host to an address of this machine" in message
 
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
 @pytest.mark.parametrize("section", ["trainer", "inference"])
 def test_missing_gpu_is_refused(refuse, section: str) -> None:
     began = time.monotonic()
-    said = refuse("", f"{section}.device=cuda", "model.path=org/not-yet-downloaded")
-    assert f"[{section}] device = 'cuda', but this machine has no GPU" in said
+    message = refuse("", f"{section}.device=cuda", "model.path=org/not-yet-downloaded")
+    assert f"[{section}] device = 'cuda', but this machine has no GPU" in message
     assert time.monotonic() - began < 2.0
     assert f"[{section}] device = 'gpu'" in refuse("", f"{section}.device=gpu")
 
@@ -111,7 +111,7 @@ def test_insufficient_disk_space_is_refused(tiny_model: Path, tmp_path: Path) ->
     sft_file = SftFile.model_validate(supervised | {"sft": {"output_dir": "out"}})
     for file in (run_file(tiny_model), sft_file):
         check_disk(file, RunDir(tmp_path / "run"), spare_bytes=0)
-        with pytest.raises(DiskFull, match="GB free.* GB stay in reserve") as refused:
+        with pytest.raises(DiskFull, match="bytes free.* GB stay in reserve") as refused:
             check_disk(file, RunDir(tmp_path / "run"), spare_bytes=1 << 60)
         assert "keep_checkpoints" not in refused.value.fix, "the reserve alone is too much"
 
@@ -131,10 +131,10 @@ def test_insufficient_disk_space_is_refused(tiny_model: Path, tmp_path: Path) ->
 def test_invalid_algorithm_is_refused_by_its_setting(
     refuse, setting: str, value: str, problem: str
 ) -> None:
-    said = refuse("", f"{setting}={value}")
+    message = refuse("", f"{setting}={value}")
     section, name = setting.split(".")[:2]
-    assert f"[{section}] {name.removesuffix('_args')}" in said
-    assert re.search(problem, said)
+    assert f"[{section}] {name.removesuffix('_args')}" in message
+    assert re.search(problem, message)
 
 
 def run_file(model: Path, **sections: dict[str, object]) -> RunFile:
@@ -148,8 +148,8 @@ def test_threads_of_server_and_trainer_share_the_cores(tiny_model: Path) -> None
     assert (shared.server, shared.trainer) == (4, 4)
     alone = split_threads(run_file(tiny_model), cores=1)
     assert (alone.server, alone.trainer) == (1, 1)
-    given = split_threads(run_file(tiny_model, inference={"threads": 3}), cores=8)
-    assert (given.server, given.trainer) == (3, 5)
+    threads = split_threads(run_file(tiny_model, inference={"threads": 3}), cores=8)
+    assert (threads.server, threads.trainer) == (3, 5)
     with pytest.raises(ConfigError, match="exceed the 4 cores"):
         split_threads(
             run_file(tiny_model, inference={"threads": 3}, trainer={"threads": 2}), cores=4
@@ -157,24 +157,24 @@ def test_threads_of_server_and_trainer_share_the_cores(tiny_model: Path) -> None
 
 
 def test_interpreter_lacking_vllm_is_refused(refuse) -> None:
-    said = refuse(f'[inference]\nengine = "vllm"\npython = "{sys.executable}"\n')
-    assert "vLLM is not installed" in said and "docs/vllm.md" in said
-    said = refuse('[inference]\nengine = "vllm"\npython = "no/such/python"\n')
-    assert "is not an interpreter" in said
+    message = refuse(f'[inference]\nengine = "vllm"\npython = "{sys.executable}"\n')
+    assert "vLLM is not installed" in message and "docs/vllm.md" in message
+    message = refuse('[inference]\nengine = "vllm"\npython = "no/such/python"\n')
+    assert "is not an interpreter" in message
 
 
 @pytest.mark.parametrize("way", ["broadcast", "ipc"])
 def test_weights_without_files_are_refused_for_file_readers(refuse, way: str) -> None:
     publish = f'[trainer]\npublish = "{way}"\n'
-    said = refuse(f'{publish}[inference]\nengine = "vllm"\n')
-    assert f'publish = "{way}" does not work with [inference] engine = "vllm"' in said
-    assert "set publish to one of: files, store" in said
+    message = refuse(f'{publish}[inference]\nengine = "vllm"\n')
+    assert f'publish = "{way}" does not work with [inference] engine = "vllm"' in message
+    assert "set publish to one of: files, store" in message
     assert "[eval] every, which needs files" in refuse(f"{publish}[eval]\nevery = 2\n")
 
 
 def test_adapters_are_not_shared(refuse) -> None:
-    said = refuse('[trainer]\npublish = "ipc"\n[lora]\nrank = 2\npublish = "adapter"\n')
-    assert "it shares whole weights" in said
+    message = refuse('[trainer]\npublish = "ipc"\n[lora]\nrank = 2\npublish = "adapter"\n')
+    assert "it shares whole weights" in message
 
 
 ELSEWHERE = """
@@ -188,13 +188,13 @@ address = "10.0.0.1"
 
 @pytest.mark.parametrize("publish", ["files", "broadcast"])
 def test_weights_reach_other_machines_only_through_the_store(refuse, publish: str) -> None:
-    said = refuse(f'[trainer]\npublish = "{publish}"\n{ELSEWHERE}server = "ssh b"\n')
-    assert "does not reach other machines" in said and 'publish = "store"' in said
+    message = refuse(f'[trainer]\npublish = "{publish}"\n{ELSEWHERE}server = "ssh b"\n')
+    assert "does not reach other machines" in message and 'publish = "store"' in message
 
 
 def test_inexact_engine_is_refused_in_exact_mode(refuse) -> None:
-    said = refuse("", "model.exact=true", "inference.engine=vllm")
-    assert "[model] exact = true does not work" in said and "order of summation" in said
+    message = refuse("", "model.exact=true", "inference.engine=vllm")
+    assert "[model] exact = true does not work" in message and "order of summation" in message
 
 
 def test_an_interpreter_for_the_embedded_engine_is_refused(refuse) -> None:
@@ -207,8 +207,8 @@ def test_model_unsupported_for_vllm_training_is_refused(refuse, tmp_path: Path) 
     config = json.loads(file.read_text())
     config["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors"}
     file.write_text(json.dumps(config))
-    said = refuse('[inference]\nengine = "vllm"\n', model=tmp_path / "kimi")
-    assert "quantized weights" in said and 'engine = "torch"' in said
+    message = refuse('[inference]\nengine = "vllm"\n', model=tmp_path / "kimi")
+    assert "quantized weights" in message and 'engine = "torch"' in message
 
 
 def test_adapter_publishing_is_refused_where_unsupported(
@@ -216,9 +216,9 @@ def test_adapter_publishing_is_refused_where_unsupported(
 ) -> None:
     assert "requires [lora] rank" in refuse('[lora]\npublish = "adapter"\n')
     adapters = '[lora]\nrank = 2\npublish = "adapter"\n'
-    said = refuse(f"{adapters}[eval]\nevery = 2\n")
-    assert "checkpoints/best" in said and 'publish = "merged"' in said
-    # As older files of some models do, it leaves out what transformers puts first.
+    message = refuse(f"{adapters}[eval]\nevery = 2\n")
+    assert "checkpoints/best" in message and 'publish = "merged"' in message
+    # Like older files of some models, it omits the prefix that transformers adds.
     named = Path(shutil.copytree(tiny_model, tmp_path / "named"))
     tensors = load_file(named / "model.safetensors")
     shorter = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -241,9 +241,9 @@ def test_command_finds_an_environment_next_to_the_run_file(tmp_path: Path) -> No
 
 
 def test_conflicting_settings_of_a_section_are_named(refuse) -> None:
-    said = refuse("", "inference.servers=['127.0.0.1:8000']")
-    assert "[inference]: servers has a URL without http://" in said
-    assert "max_model_len" not in said, "the section is not spelled out"
+    message = refuse("", "inference.servers=['127.0.0.1:8000']")
+    assert "[inference]: servers has a URL without http://" in message
+    assert "max_model_len" not in message, "the section is not spelled out"
 
 
 def test_overrides_without_a_run_file_are_not_parsed_as_its_path(
@@ -254,8 +254,8 @@ def test_overrides_without_a_run_file_are_not_parsed_as_its_path(
 
 
 def test_unreachable_store_is_refused(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"http://127.0.0.1:{server.getsockname()[1]}"
     file = run_file(tmp_path, media={"root": nobody, "cache_dir": str(tmp_path)})
     with pytest.raises(MediaError, match=f"{nobody} is not available") as caught:
         check_store(file, RunDir(tmp_path), deadline_s=0.1)
@@ -267,5 +267,5 @@ def test_store_address_is_kept_verbatim_without_a_password(refuse) -> None:
     for root in ("s3://bucket/images", "https://host:8100"):
         values = {"model": {"path": "m"}, "env": {"name": "e"}, "media": {"root": root}}
         assert resolve_paths(RunFile.model_validate(values)).media.root == root
-    said = refuse("", "media.root=http://me:word@host:8100")
-    assert "a URL with a password" in said and "word@" not in said
+    message = refuse("", "media.root=http://me:word@host:8100")
+    assert "a URL with a password" in message and "word@" not in message

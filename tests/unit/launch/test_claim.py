@@ -26,8 +26,8 @@ def test_second_launcher_keeps_the_lock_holders_name(tmp_path: Path) -> None:
     with lock_run_dir(run_dir):
         with pytest.raises(ResumeRefused, match="is using"), lock_run_dir(run_dir):
             pass
-        found = find_launcher(run_dir)
-        assert found is not None and (found.pid, found.is_here) == (os.getpid(), True)
+        launcher = find_launcher(run_dir)
+        assert launcher is not None and (launcher.pid, launcher.is_here) == (os.getpid(), True)
     assert find_launcher(run_dir) is None
 
 

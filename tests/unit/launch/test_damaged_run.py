@@ -71,9 +71,9 @@ def read_history(run_dir: RunDir) -> str:
 
 
 def read_checkpoint(run_dir: RunDir) -> str:
-    found = CheckpointStore(run_dir.checkpoints, 2).choose()
-    assert (found.step == 2) == (not found.refused)
-    return "".join(found.refused)
+    step = CheckpointStore(run_dir.checkpoints, 2).choose()
+    assert (step.step == 2) == (not step.refused)
+    return "".join(step.refused)
 
 
 def read_best(run_dir: RunDir) -> str:
@@ -142,7 +142,7 @@ def test_missing_or_truncated_file_is_refused_by_name(run_dir: RunDir, name: str
         if name == "weights/history.jsonl" and harm != "cut off":
             continue  # a version without a line was never published
         if name == "weights/history.jsonl" or (name == "ledger.jsonl" and harm == "cut off"):
-            # A torn last line is what a kill leaves.
+            # A kill leaves a torn last line.
             assert not problem or path.name in problem
             continue
         assert path.name in problem or str(path.parent) in problem, harm
@@ -150,7 +150,7 @@ def test_missing_or_truncated_file_is_refused_by_name(run_dir: RunDir, name: str
 
 
 def test_truncated_settings_file_is_refused(run_dir: RunDir) -> None:
-    """Half a file of settings is one, too: the others would be those by default."""
+    """Half of a settings file is still valid TOML, with defaults for the other settings."""
     lines = run_dir.config.read_text().splitlines(keepends=True)
     for number in range(1, len(lines)):
         run_dir.config.write_text("".join(lines[:number]))
@@ -173,7 +173,7 @@ def test_lost_or_outdated_progress_file_loses_no_batch(run_dir: RunDir) -> None:
         run_dir, read_batches
     )
     assert list_files(run_dir) == before
-    # An older copy: the trainer has come further than it says.
+    # An older copy: the trainer has trained further steps.
     other = RunDir(run_dir.path.parent / "other")
     other.make()
     RunState.open(other)

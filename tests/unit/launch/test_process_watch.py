@@ -1,4 +1,4 @@
-"""Stopped processes are named, logs are bounded, and nothing that a process started outlives it."""
+"""Stopped processes are reported, logs are bounded, and orphans are killed."""
 
 from __future__ import annotations
 
@@ -55,32 +55,32 @@ def is_alive(pid: int) -> bool:
 
 
 def test_suspended_process_and_its_continuation_are_reported(tmp_path: Path) -> None:
-    processes, said = build_processes(tmp_path), list[str]()
-    watch = StoppedProcessWatch(processes.list_pids, said.append, after_s=0.2)
+    processes, reports = build_processes(tmp_path), list[str]()
+    watch = StoppedProcessWatch(processes.list_pids, reports.append, after_s=0.2)
 
     def look() -> list[str]:
         watch.check()
-        return said
+        return reports
 
     try:
         for name in ("orchestrator", "worker-0"):
             start_code(processes, name, "import time\ntime.sleep(1000)\n")
-        pid = processes.pid("orchestrator")
+        pid = processes.list_pids()["orchestrator"]
         assert not look()
         processes.signal("orchestrator", signal.SIGSTOP)
         wait_for(look)
-        assert f"a signal stopped orchestrator (process {pid}) " in said[0]
-        assert f"`kill -CONT {pid}`" in said[0]
+        assert f"a signal stopped orchestrator (process {pid}) " in reports[0]
+        assert f"`kill -CONT {pid}`" in reports[0]
         watch.check()
-        assert len(said) == 1, "said once"
+        assert len(reports) == 1, "said once"
         processes.signal("orchestrator", signal.SIGCONT)
         wait_for(lambda: len(look()) == 2)
-        assert f"orchestrator (process {pid}) continues after " in said[1]
+        assert f"orchestrator (process {pid}) continues after " in reports[1]
         processes.signal("orchestrator", signal.SIGSTOP)
         wait_for(lambda: len(look()) == 3)
         processes.kill_process("orchestrator")
         watch.check()
-        assert len(said) == 3, "one that was killed does not go on"
+        assert len(reports) == 3, "one that was killed does not go on"
     finally:
         processes.kill()
 
@@ -137,16 +137,16 @@ def test_resumed_run_ends_processes_of_a_killed_launcher(tmp_path: Path) -> None
     processes = build_processes(tmp_path)
     mark = process_watch.build_mark(processes.run_dir.path, "worker-0")
     other = process_watch.build_mark(processes.run_dir.path, "worker-01")
-    left, kept = (
+    left, survivor = (
         subprocess.Popen(["sleep", "1000"], env={process_watch.MARK_VARIABLE: value})
         for value in (mark, other)
     )
     environ = Path(f"/proc/{left.pid}/environ")
     wait_for(lambda: mark.encode() in environ.read_bytes())  # set after the fork
     kill_marked(processes.run_dir.path, ["worker-0"])
-    assert left.wait(30) == -signal.SIGKILL and kept.poll() is None
-    kept.kill()
-    kept.wait()
+    assert left.wait(30) == -signal.SIGKILL and survivor.poll() is None
+    survivor.kill()
+    survivor.wait()
 
 
 PRINTS = """
@@ -170,29 +170,29 @@ def test_a_log_is_bounded_and_keeps_its_last_lines(tmp_path: Path) -> None:
     assert log.stat().st_blocks * 512 <= 1 << 18
     assert log.read_bytes().startswith(b"[the first ")
     how = processes.explain_exit("worker-0", 1)
-    assert "the last line of its log: the cause of death" in how.problem
+    assert "The last line of its log: the cause of death" in how.problem
     processes.kill()
 
 
 HANGS_UP = """
 import os, signal, sys, time
 from pathlib import Path
-from sightline.launch.processes import Processes, ProcessSpec, SignalCounter
+from sightline.launch.processes import Processes, ProcessSpec, collect_signals
 from sightline.run import RunDir
 
 run_dir = RunDir(Path(sys.argv[1]))
 run_dir.make()
-with SignalCounter() as signals:
+with collect_signals() as signals:
     processes = Processes(run_dir)
     processes.start(ProcessSpec("server", ["1000"], 1, python=sys.argv[2]))
     ignored = [
-        line.split()[1] for line in open(f"/proc/{processes.pid('server')}/status")
+        line.split()[1] for line in open(f"/proc/{processes.list_pids()['server']}/status")
         if line.startswith("SigIgn")
     ]
     os.kill(os.getpid(), signal.SIGHUP)
     time.sleep(0.2)
     processes.kill()
-    print(signals.count, int(ignored[0], 16) & 1)
+    print(len(signals), int(ignored[0], 16) & 1)
 """
 
 

@@ -40,11 +40,11 @@ def test_native_thread_pools_are_capped_before_a_process_starts(tmp_path: Path) 
     processes = Processes(run_dir)
     start_idle(processes, "worker-0")
     try:
-        folder = Path(f"/proc/{processes.pid('worker-0')}")
+        folder = Path(f"/proc/{processes.list_pids()['worker-0']}")
         while b"sightline" not in (folder / "cmdline").read_bytes():
             time.sleep(0.01)  # forked, and not yet the program that it becomes
-        held = (folder / "environ").read_bytes().decode().split("\0")
-        assert {f"{name}=1" for name in CAPS} <= set(held) and "MALLOC_ARENA_MAX=2" in held
+        parts = (folder / "environ").read_bytes().decode().split("\0")
+        assert {f"{name}=1" for name in CAPS} <= set(parts) and "MALLOC_ARENA_MAX=2" in parts
     finally:
         processes.kill()
 
@@ -56,7 +56,7 @@ def test_thread_caps_equal_the_processs_threads() -> None:
 def test_reserved_port_is_not_given_to_other_sockets() -> None:
     here = "127.0.0.1"
     ports = [reserve_port(here, 0, "test") for _ in range(3)]
-    # What the system hands out meanwhile, to listeners and to connections, is another port.
+    # In the meantime, the system assigns other ports to listeners and connections.
     with socket.socket() as listener:
         listener.bind((here, 0))
         listener.listen()
@@ -100,7 +100,7 @@ def test_stalled_trainer_heartbeat_ends_the_run(tmp_path: Path) -> None:
         check_after(179)
         beat.touch()
         check_after(60)
-        # The clock of the system steps by two hours, ahead and back again.
+        # The system clock steps two hours forward and back.
         for step_s in (7200, -7200):
             os.utime(beat, (time.time() + step_s, time.time() + step_s))
             check_after(60)

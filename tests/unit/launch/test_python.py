@@ -1,4 +1,4 @@
-"""Python as a way in: lazy names, images in messages, `evaluate`, `train`; docs/python.md runs."""
+"""The Python API: lazy names, images in messages, `evaluate`, `train`. docs/python.md runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def png() -> bytes:
 
 
 class Shows(Environment):
-    """Sends one image, as it is given or in a dict."""
+    """Sends one image, as an object or in a dict."""
 
     name = "shows"
 
@@ -91,7 +91,7 @@ def test_documented_code_scores_a_model(
     names: dict[str, Any] = {"__name__": "docs"}
 
     async def in_a_notebook() -> None:
-        """An event loop is running where a cell of a notebook is."""
+        """A notebook's cell runs inside an event loop."""
         exec(ENVIRONMENT + SCORE, names)
 
     asyncio.run(in_a_notebook())

@@ -22,13 +22,13 @@ ECHO = "import sys; [print(line, end='', flush=True) for line in sys.stdin]; sys
 
 
 def wait(command: Command, until: Callable[[bytes, int | None], bool]) -> tuple[bytes, int | None]:
-    said, deadline = b"", time.monotonic() + 60
+    log, deadline = b"", time.monotonic() + 60
     while time.monotonic() < deadline:
         more, exit_code = command.poll()
-        said += more
-        if until(said, exit_code):
-            return said, exit_code
-    raise AssertionError(f"it said {said!r}")
+        log += more
+        if until(log, exit_code):
+            return log, exit_code
+    raise AssertionError(f"it said {log!r}")
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def test_command_receives_its_input_and_ends() -> None:
 
 def test_unpolled_command_is_killed() -> None:
     class Cut(Command):
-        """Its caller's last call is long ago."""
+        """The caller has not called for a long time."""
 
         def cut_off(self) -> None:
             self._polled_at -= 2 * ray_run.LEASE_S
@@ -61,8 +61,8 @@ def test_unpolled_command_is_killed() -> None:
 
 
 def test_unreachable_ray_cluster_is_refused_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"127.0.0.1:{server.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", nobody)
     with pytest.raises(ConfigError, match=f"no Ray cluster answers at {nobody}") as caught:
         ray_run.connect("run")

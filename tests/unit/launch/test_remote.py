@@ -1,4 +1,4 @@
-"""A process on a machine that does not see the run directory, and the one that looks after it."""
+"""A process on a machine without the run directory, and its parent process."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_stuck_process_and_its_children_end_with_the_launcher(
             ready = control.decode_from(peer, data)
             assert isinstance(ready, ProcessReady) and ready.after == "hang"
             (copy,) = scratch.iterdir()
-            (child,) = find_marked(copy)
-            os.kill(child, signal.SIGSTOP)
+            marked = find_marked(copy)
+            os.kill(min(marked), signal.SIGSTOP)  # the worker; its template child is younger
             parent.stdin.close()
             assert parent.wait(60)
-            wait_until(lambda: not Path(f"/proc/{child}").exists())
+            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in marked))
     assert not any(scratch.iterdir())
 
 
@@ -97,7 +97,7 @@ def test_copies_of_killed_processes_are_removed_and_used_ones_kept(tmp_path: Pat
     fcntl = pytest.importorskip("fcntl")
     left, used, other = (tmp_path / f"{PREFIX}{name}" for name in ("left", "used", "other"))
     for folder in (left, used, other):
-        folder.mkdir()
+        folder.mkdir(0o700)
     (left / COPIED).touch()
     with open(used / COPIED, "w") as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)

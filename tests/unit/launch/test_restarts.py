@@ -24,7 +24,10 @@ class Clock:
 
 @contextmanager
 def started(folder: Path, *names: str) -> Iterator[tuple[Processes, list[ProcessSpec]]]:
-    """Processes that end when their file says so, with the number in it; each notes its starts."""
+    """Processes that end when their file says so, with the number in it.
+
+    Each records its starts.
+    """
     run_dir = RunDir(folder / "run")
     run_dir.make()
     python = folder / "python"
@@ -63,10 +66,10 @@ def until(holds: Callable[[], object], step: Callable[[], object] = lambda: None
 
 
 def test_server_is_restarted_until_its_limit_ends_the_run(tmp_path: Path) -> None:
-    told: list[str] = []
+    reports: list[str] = []
     clock = Clock()
     with started(tmp_path, "server", "evaluator") as (processes, specs):
-        servers = ServerSupervisor(processes, specs, told.append, max_restarts=2, clock=clock)
+        servers = ServerSupervisor(processes, specs, reports.append, max_restarts=2, clock=clock)
         for name in ("server", "evaluator"):
             processes.run_dir.heartbeat(name).touch()
 
@@ -79,11 +82,11 @@ def test_server_is_restarted_until_its_limit_ends_the_run(tmp_path: Path) -> Non
             end(tmp_path, "server", code)
             until(lambda: count_starts(tmp_path, "server") > num, supervise)  # noqa: B023
             assert not processes.failed()
-        assert [line.partition(";")[0] for line in told] == [
+        assert [line.partition(";")[0] for line in reports] == [
             "server ended with 7",
             "server ended with 0",
         ]
-        assert "1 of 2 times" in told[0] and "2 of 2 times" in told[1]
+        assert "1 of 2 times" in reports[0] and "2 of 2 times" in reports[1]
         end(tmp_path, "server", 9)
         with pytest.raises(ProcessFailed, match="server ended with 9"):
             until(lambda: False, supervise)
@@ -91,10 +94,10 @@ def test_server_is_restarted_until_its_limit_ends_the_run(tmp_path: Path) -> Non
 
 
 def test_server_at_its_restart_limit_is_dropped_while_another_serves(tmp_path: Path) -> None:
-    told: list[str] = []
+    reports: list[str] = []
     clock = Clock()
     with started(tmp_path, "server", "server-1") as (processes, specs):
-        servers = ServerSupervisor(processes, specs, told.append, max_restarts=1, clock=clock)
+        servers = ServerSupervisor(processes, specs, reports.append, max_restarts=1, clock=clock)
         for name in ("server", "server-1"):
             processes.run_dir.heartbeat(name).touch()
 
@@ -104,12 +107,12 @@ def test_server_at_its_restart_limit_is_dropped_while_another_serves(tmp_path: P
 
         def fail(name: str, num_told: int) -> None:
             end(tmp_path, name, 7)
-            until(lambda: len(told) == num_told, supervise)
+            until(lambda: len(reports) == num_told, supervise)
 
         fail("server", 1)
         until(lambda: count_starts(tmp_path, "server") == 2, supervise)
         fail("server", 2)
-        assert "the run continues without it" in told[1] and not processes.failed()
+        assert "the run continues without it" in reports[1] and not processes.failed()
         supervise()
         assert count_starts(tmp_path, "server") == 2
         clock.now += 301
@@ -134,18 +137,18 @@ def test_server_that_never_started_ends_the_run_immediately(tmp_path: Path) -> N
 def test_dead_rank_restarts_all_ranks_up_to_the_configured_limit(
     tmp_path: Path,
 ) -> None:
-    told: list[str] = []
+    reports: list[str] = []
     names = ("trainer", "trainer-1")
     with started(tmp_path, *names) as (processes, specs):
         watchdog = TrainerWatchdog(processes, list(names), 900.0)
-        trainer = TrainerSupervisor(processes, specs, watchdog, 1, told.append)
+        trainer = TrainerSupervisor(processes, specs, watchdog, 1, reports.append)
         trainer.supervise()
         end(tmp_path, "trainer-1", 5)
         until(lambda: processes.failed())
         trainer.supervise()
         assert not processes.failed(), "it is no failure of the run"
         until(lambda: all(count_starts(tmp_path, n) == 2 for n in names), trainer.supervise)
-        (line,) = told
+        (line,) = reports
         assert line.startswith("trainer-1 ended with 5; restarting the trainer")
         end(tmp_path, "trainer", 6)
         until(lambda: processes.failed())

@@ -65,12 +65,12 @@ def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_plan_lists_placement_and_resources_of_each_process(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = dry_run(capsys, str(file), "launch.num_servers=1", "--on", "ray")
-    assert "server (on ray): 8 CPU, 1 GPU, 64 GB\n" in said
-    assert "trainer (on ray): 16 CPU, 2 GPU\n" in said
-    assert "worker-1 (on ray): 1 CPU, 0 GPU\n" in said
-    assert "orchestrator (here): 1 CPU, 0 GPU\n" in said
-    assert "--bundle 3 -- python3 -m sightline process worker-1" in said
+    plan = dry_run(capsys, str(file), "launch.num_servers=1", "--on", "ray")
+    assert "server (on ray): 8 CPU, 1 GPU, 64 GB\n" in plan
+    assert "trainer (on ray): 16 CPU, 2 GPU\n" in plan
+    assert "worker-1 (on ray): 1 CPU, 0 GPU\n" in plan
+    assert "orchestrator (here): 1 CPU, 0 GPU\n" in plan
+    assert "--bundle 3 -- python3 -m sightline process worker-1" in plan
     assert not (file.parent / "runs").exists()
 
 
@@ -78,11 +78,11 @@ def test_local_plan_starts_every_process_locally(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.toml").write_text('[model]\npath = "tiny"\n[env]\nname = "vowels"\n')
-    said = dry_run(capsys, str(tmp_path / "run.toml"), "rollout.workers=1")
-    assert [line.split()[0] for line in said.splitlines()[::2]] == [
+    plan = dry_run(capsys, str(tmp_path / "run.toml"), "rollout.workers=1")
+    assert [line.split()[0] for line in plan.splitlines()[::2]] == [
         "server", "trainer", "worker-0", "orchestrator",
     ]  # fmt: skip
-    assert said.count("(here)") == 4
+    assert plan.count("(here)") == 4
 
 
 def test_patterns_match_only_remote_capable_processes(
@@ -94,8 +94,8 @@ def test_patterns_match_only_remote_capable_processes(
         assert "runs next to the launcher" in refuse(capsys, str(file))
     for pattern in ("trainr", "worker-2", "server-2"):
         file.write_text(f'{text}[launch.hosts]\n"{pattern}" = "ssh box"\n')
-        said = refuse(capsys, str(file), "launch.num_servers=1")
-        assert f"hosts: '{pattern}'" in said and "server, trainer, worker-0, worker-1" in said
+        message = refuse(capsys, str(file), "launch.num_servers=1")
+        assert f"hosts: '{pattern}'" in message and "server, trainer, worker-0, worker-1" in message
     file.write_text(text.replace("trainer = {", "trainr = {"))
     assert "resources: 'trainr'" in refuse(capsys, str(file), "--on", "ray")
     file.write_text(text.replace("trainer = {", "orchestrator = {"))
@@ -107,27 +107,27 @@ def test_remote_workers_have_their_own_interpreter(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["launch.num_servers=1", "rollout.python=/envs/bin/python", "--on", "ray"]
-    said = dry_run(capsys, str(file), *words)
-    assert "-- /envs/bin/python -m sightline process worker-1" in said
-    assert "-- python3 -m sightline process trainer" in said
+    plan = dry_run(capsys, str(file), *words)
+    assert "-- /envs/bin/python -m sightline process worker-1" in plan
+    assert "-- python3 -m sightline process trainer" in plan
 
 
 def test_slurm_job_runs_its_processes_as_steps(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(file), "--on", "slurm", "run.steps=7", "launch.slurm.nodes=1"]
-    said = dry_run(capsys, *words)
+    plan = dry_run(capsys, *words)
     for option in ("requeue", "signal=B:USR1@60", "ntasks=1", "cpus-per-task=35",
                    "gres=gpu:4", "nodes=1"):  # fmt: skip
-        assert f"#SBATCH --{option}\n" in said
-    assert "hetjob" not in said and "--het-group" not in said
-    launcher = next(line for line in said.splitlines() if line.startswith("exec "))
+        assert f"#SBATCH --{option}\n" in plan
+    assert "hetjob" not in plan and "--het-group" not in plan
+    launcher = next(line for line in plan.splitlines() if line.startswith("exec "))
     assert "run.steps=7" in launcher and launcher.endswith('--job "$SLURM_JOB_ID"')
-    trainer = next(line for line in said.splitlines() if "process trainer" in line)
+    trainer = next(line for line in plan.splitlines() if "process trainer" in line)
     assert "srun --job-name=trainer" in trainer and "--gpus=2" in trainer
-    worker = next(line for line in said.splitlines() if "process worker-0" in line)
+    worker = next(line for line in plan.splitlines() if "process worker-0" in line)
     assert "--gres=none" in worker and "--cpus-per-task=1 " in worker
-    script = said.partition("# Job_1.sbatch\n")[2].partition("\n\nserver ")[0]
+    script = plan.partition("# Job_1.sbatch\n")[2].partition("\n\nserver ")[0]
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
@@ -136,13 +136,13 @@ def test_components_of_a_heterogeneous_job_have_their_own_options(
 ) -> None:
     text = file.read_text().replace("{cpus = 16}", '{cpus = 16, slurm = "--partition=big"}')
     file.write_text(text + '[launch.slurm]\naccount = "a"\nrequeue = false\n')
-    said = dry_run(capsys, str(file), "--on", "slurm")
-    parts = first, second, third = said.split("#SBATCH hetjob\n")
+    plan = dry_run(capsys, str(file), "--on", "slurm")
+    parts = first, second, third = plan.split("#SBATCH hetjob\n")
     assert all("#SBATCH --account=a\n" in part for part in parts)
-    assert "--ntasks=3\n" in first and "--no-requeue\n" in first and "requeue=" not in said
+    assert "--ntasks=3\n" in first and "--no-requeue\n" in first and "requeue=" not in plan
     assert "--ntasks=2\n" in second and "--gpus-per-task=1\n" in second
     assert "--ntasks=1\n" in third and "#SBATCH --partition=big\n" in third
-    steps = [line.partition("--het-group=")[2][0] for line in said.splitlines() if "srun" in line]
+    steps = [line.partition("--het-group=")[2][0] for line in plan.splitlines() if "srun" in line]
     assert steps == ["1", "1", "2", "0", "0"]
     assert "nodes = 1" in refuse(capsys, str(file), "--on", "slurm", "launch.slurm.nodes=1")
 
@@ -150,8 +150,8 @@ def test_components_of_a_heterogeneous_job_have_their_own_options(
 def test_values_in_a_batch_script_are_quoted(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = dry_run(capsys, str(file), "--on", "slurm", "launch.slurm.comment=a b; $(c)")
-    assert "#SBATCH --comment='a b; $(c)'\n" in said
+    plan = dry_run(capsys, str(file), "--on", "slurm", "launch.slurm.comment=a b; $(c)")
+    assert "#SBATCH --comment='a b; $(c)'\n" in plan
     broken = refuse(capsys, str(file), "--on", "slurm", 'launch.slurm.comment="a\\n#SBATCH -A b"')
     assert "has a line break" in broken
 
@@ -162,35 +162,35 @@ def test_job_requests_exactly_its_processes_resources(
     table = """trainer = {cpus = 32, gpus = 8, memory_gb = 400}
 "worker-*" = {cpus = 2, memory_gb = 4}"""
     file.write_text(file.read_text().replace("trainer = {cpus = 16}", table))
-    said = dry_run(capsys, str(file), "--on", "slurm", "rollout.workers=32")
+    plan = dry_run(capsys, str(file), "--on", "slurm", "rollout.workers=32")
     cpus, memory = 0, []
-    for part in said.split("#SBATCH hetjob\n"):
+    for part in plan.split("#SBATCH hetjob\n"):
         own = dict(line[10:].split("=", 1) for line in part.splitlines() if "SBATCH --" in line
                    and "=" in line)  # fmt: skip
         cpus += int(own["ntasks"]) * int(own["cpus-per-task"])
         per_cpu = int(own.get("mem-per-cpu", "0M")[:-1]) * 2**20 / 1e9
         memory.append(round(int(own["ntasks"]) * int(own["cpus-per-task"]) * per_cpu))
     assert cpus == 1 + 2 * 8 + 32 + 32 * 2 and memory == [0, 128, 400, 128]
-    steps = [line for line in said.splitlines() if "srun" in line]
+    steps = [line for line in plan.splitlines() if "srun" in line]
     assert "--mem=381469M" in next(line for line in steps if "process trainer" in line)
-    assert "orchestrator (in the job's batch script): 1 CPU" in said and "(here)" not in said
+    assert "orchestrator (in the job's batch script): 1 CPU" in plan and "(here)" not in plan
 
 
 def read_manifests(capsys: pytest.CaptureFixture[str], file: Path) -> list[dict[str, Any]]:
-    said = dry_run(capsys, str(file), "--on", "kubernetes")
-    return list(yaml.safe_load_all(said))
+    plan = dry_run(capsys, str(file), "--on", "kubernetes")
+    return list(yaml.safe_load_all(plan))
 
 
 def test_manifests_have_a_job_for_each_process_and_no_secret(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = read_manifests(capsys, file)
-    names = [f"{one['kind']} {one['metadata']['name']}" for one in made]
+    manifests = read_manifests(capsys, file)
+    names = [f"{manifest['kind']} {manifest['metadata']['name']}" for manifest in manifests]
     assert names == [
         "ConfigMap job-1-run", "Service job-1", "Job job-1-launcher", "Job job-1-server",
         "Job job-1-server-1", "Job job-1-trainer", "Job job-1-worker-0", "Job job-1-worker-1",
     ]  # fmt: skip
-    by_name = {one["metadata"]["name"]: one for one in made}
+    by_name = {manifest["metadata"]["name"]: manifest for manifest in manifests}
     trainer = by_name["job-1-trainer"]["spec"]["template"]["spec"]["containers"][0]
     assert trainer["resources"]["limits"] == {"cpu": "16", "nvidia.com/gpu": "2"}
     assert trainer["envFrom"] == [{"secretRef": {"name": "tokens"}}]
@@ -221,9 +221,9 @@ def test_fewer_gpus_than_a_process_uses_are_refused(
     for on in ("ray", "slurm", "kubernetes"):
         for gpus in (0, needed - 1):
             file.write_text(text.replace(own, f'"{process}" = {{gpus = {gpus}}}\n'))
-            said = refuse(capsys, str(file), "--on", on, *words)
-            assert f"gpus = {gpus}" in said and f"which needs {needed} on its node" in said
-            assert f"set gpus = {needed}" in said
+            message = refuse(capsys, str(file), "--on", on, *words)
+            assert f"gpus = {gpus}" in message and f"which needs {needed} on its node" in message
+            assert f"set gpus = {needed}" in message
 
 
 def test_job_refused_by_sbatch_leaves_no_script(
@@ -261,9 +261,9 @@ def test_sweep_over_clusters_or_on_kubernetes_is_refused(
     sweep = [str(file), "run.seed=0,1", "launch.num_servers=1"]
     for words in (["launch.on=ray,slurm"], ["--on", "kubernetes"]):
         assert main(["rl", *sweep, *words]) != 0
-        said = capsys.readouterr().err
-        assert "a sweep" in said and f"on {words[-1].removeprefix('launch.on=')[:3]}" in said
-        assert "on Slurm" in said
+        errors = capsys.readouterr().err
+        assert "a sweep" in errors and f"on {words[-1].removeprefix('launch.on=')[:3]}" in errors
+        assert "On Slurm" in errors
     assert main(["rl", *sweep, "-o", str(file.parent / "out")]) != 0
     assert "-o" in capsys.readouterr().err
     assert not (file.parent / "runs").exists()
@@ -284,27 +284,49 @@ def test_pods_get_their_own_credentials_and_only_the_launcher_the_secret(
     (file.parent / "out" / "secrets.env").touch(0o644)
     folder, made = write_files(file, "kubernetes", "launch.kubernetes.namespace=rl")
     text = (folder / "sightline.yaml").read_text()
-    said, secret = capsys.readouterr().out, made.pop("launcher")
+    output, secret = capsys.readouterr().out, made.pop("launcher")
     assert (folder / "secrets.env").stat().st_mode & 0o777 == 0o600
     assert len(list(yaml.safe_load_all(text))) == 8 and len(secret) == 64
     assert list(made) == ["server", "server-1", "trainer", "worker-0", "worker-1"]
     for name, line in made.items():
         assert secret not in line and derive_rights(line, name) == derive_rights(secret, name)
-        assert derive_rights(secret, name).channel not in text + said
+        assert derive_rights(secret, name).channel not in text + output
     worker = derive_rights(made["worker-0"], "worker-0")
     assert not worker.control_token and not worker.ranks
-    assert secret not in text + said and f"--from-env-file={folder}/secrets.env -n rl" in said
+    assert secret not in text + output and f"--from-env-file={folder}/secrets.env -n rl" in output
     assert write_files(file, "kubernetes")[1]["launcher"] != secret
+
+
+def test_every_pod_gets_the_tolerations_pull_secrets_and_service_account(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "tolerationSeconds": 60}
+    text = file.read_text() + (
+        'image_pull_secrets = ["registry", "mirror"]\nservice_account = "training"\n'
+        'tolerations = [{key = "nvidia.com/gpu", operator = "Exists", tolerationSeconds = 60}]\n'
+    )
+    file.write_text(text)
+    objects = yaml.safe_load_all(dry_run(capsys, str(file), "--on", "kubernetes"))
+    pods = [one["spec"]["template"]["spec"] for one in objects if one["kind"] == "Job"]
+    assert len(pods) == 6
+    for pod in pods:
+        assert pod["tolerations"] == [toleration]
+        assert pod["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
+        assert pod["serviceAccountName"] == "training"
+    file.write_text(text.replace('["registry", "mirror"]', '"registry"'))
+    assert "[launch.kubernetes] image_pull_secrets" in refuse(
+        capsys, str(file), "--on", "kubernetes"
+    )
 
 
 def test_each_run_of_a_sweep_is_a_separate_job(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = dry_run(capsys, str(file), "--on", "slurm", "run.seed=0,1,5")
-    assert said.count("#!/bin/bash") == 3
+    plan = dry_run(capsys, str(file), "--on", "slurm", "run.seed=0,1,5")
+    assert plan.count("#!/bin/bash") == 3
     for seed in (0, 1, 5):
-        assert f"# Job_1-seed{seed}.sbatch\n" in said
-        assert f" run.seed={seed} launch.on=slurm run.name=Job_1-seed{seed} " in said
+        assert f"# Job_1-seed{seed}.sbatch\n" in plan
+        assert f" run.seed={seed} launch.on=slurm run.name=Job_1-seed{seed} " in plan
 
 
 def test_files_are_written_only_for_a_cluster(

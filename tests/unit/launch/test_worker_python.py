@@ -1,4 +1,4 @@
-"""An environment whose package only the workers' interpreter has."""
+"""An environment whose package is installed only for the workers' interpreter."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_output_of_user_code_does_not_corrupt_the_answer(
         "    async def rollout(self, task, chat): ...\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{Path(sightline.__file__).parents[1]}:{tmp_path}")
-    found = describe_environment(EnvConfig(name="loud:Loud"), sys.executable)
-    assert (found.name, found.shows_media) == ("loud", False)
+    environment = describe_environment(EnvConfig(name="loud:Loud"), sys.executable)
+    assert (environment.name, environment.shows_media) == ("loud", False)
 
 
 def test_environment_missing_in_the_interpreter_is_refused_naming_it() -> None:

@@ -78,7 +78,7 @@ asyncio.run(main())
 
 
 class SupervisedWorker:
-    """One worker: `code` beats as a worker does, and has no more than that of one."""
+    """A worker whose `code` sends heartbeats and does nothing else."""
 
     def __init__(self, folder: Path, code: str, silence_timeout_s: float) -> None:
         run_dir = RunDir(folder / "run")
@@ -107,7 +107,7 @@ class SupervisedWorker:
 
 @pytest.fixture
 def supervise(tmp_path: Path) -> Iterator[Callable[..., SupervisedWorker]]:
-    """Starts a worker and ends what became of it."""
+    """Start a worker, and end its processes afterwards."""
     started: list[SupervisedWorker] = []
 
     def start(code: str, silence_timeout_s: float = 60.0) -> SupervisedWorker:
@@ -115,22 +115,22 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., SupervisedWorker]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.processes.kill()
+    for process in started:
+        process.processes.kill()
 
 
 def test_suspended_worker_is_detected_and_replaced(
     supervise: Callable[..., SupervisedWorker],
 ) -> None:
-    """SIGSTOP: the process is there, and not even the thread of its heartbeat runs."""
+    """After SIGSTOP, the process exists but not even its heartbeat thread runs."""
     worker = supervise(BEATING.replace("END", ""), silence_timeout_s=5.0)
-    first = worker.processes.pid("worker-0")
+    first = worker.processes.list_pids()["worker-0"]
     worker.until(lambda: find_heartbeat(worker.beat) is not None)
     assert not worker.lost, "it lives"
     worker.processes.signal("worker-0", signal.SIGSTOP)
     worker.until(lambda: worker.lost)
     assert worker.lost[0][0] == "worker-0" and "hang: no heartbeat" in worker.lost[0][1]
-    assert worker.processes.pid("worker-0") != first
+    assert worker.processes.list_pids()["worker-0"] != first
     worker.until(lambda: find_heartbeat(worker.beat) is not None)
 
 
@@ -143,10 +143,10 @@ def test_worker_exiting_before_its_first_heartbeat_ends_the_run(
 
 
 def test_workers_share_half_of_the_memory_by_default() -> None:
-    one, _ = resolve_workers(config(2), 8)
+    resolved, _ = resolve_workers(config(2), 8)
     four, _ = resolve_workers(config(64), 8)
     assert four.rollout.workers == 4
-    assert get_memory_limit(four) * 4 == pytest.approx(get_memory_limit(one), rel=1e-6)
+    assert get_memory_limit(four) * 4 == pytest.approx(get_memory_limit(resolved), rel=1e-6)
     assert get_memory_limit(config(2, worker_max_memory_gb=1.5)) == 1_500_000_000
 
 

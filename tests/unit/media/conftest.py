@@ -1,4 +1,4 @@
-"""Small images of every kind, made once."""
+"""Small images of every kind, created once."""
 
 from __future__ import annotations
 

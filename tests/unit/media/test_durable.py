@@ -1,7 +1,6 @@
-"""Files outlast the machine: bytes reach the disk before their name, and names before a return.
+"""Files survive a machine crash: bytes are synced before their name, and names before the return.
 
-What a machine that goes down leaves behind, no test can see: these look at the order of the calls
-that bring bytes to the disk.
+A test cannot see a crashed disk, so these tests check the order of the system calls.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ Call = tuple[str, ...]
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Record which files are synced, with their bytes at that time, and which are renamed."""
-    made: list[Call] = []
+    system_calls: list[Call] = []
     fsync, replace = os.fsync, os.replace
 
     def watched_fsync(fd: int) -> None:
         path = os.readlink(f"/proc/self/fd/{fd}")
         is_folder = os.path.isdir(path)
-        made.append(("sync folder", path) if is_folder else ("sync", path, read(path)))
+        system_calls.append(("sync folder", path) if is_folder else ("sync", path, read(path)))
         fsync(fd)
 
     def watched_replace(source: str | Path, target: str | Path) -> None:
-        made.append(("rename", str(source), str(target)))
+        system_calls.append(("rename", str(source), str(target)))
         replace(source, target)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "replace", watched_replace)
-    return made
+    return system_calls
 
 
 def read(path: str | Path) -> str:
@@ -45,7 +44,7 @@ def read(path: str | Path) -> str:
 
 
 def check_written(calls: list[Call], path: Path, data: bytes) -> None:
-    """The bytes under another name, then the name, then the folder that holds the name."""
+    """The bytes under another name, then the name, then its folder."""
     synced, renamed, folder = calls
     temporary = synced[1]
     assert Path(temporary).parent == path.parent and temporary != str(path)
@@ -73,7 +72,7 @@ def test_image_put_order_survives_a_machine_crash(
     *folders, _, _, _ = calls
     # A new folder is a name too, in the folder that holds it.
     assert folders == [
-        ("sync folder", str(made.parent)) for made in (path.parent.parent, path.parent)
+        ("sync folder", str(parent.parent)) for parent in (path.parent.parent, path.parent)
     ]
     check_written(calls[len(folders) :], path, path.read_bytes())
 

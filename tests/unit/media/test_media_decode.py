@@ -200,7 +200,7 @@ def scan_of(jpeg: bytes) -> bytes:
 def test_slow_to_decode_image_is_refused_without_decoding(
     every_format: dict[str, bytes], budget: str
 ) -> None:
-    """`inspect_image` decodes nothing, and its own work is bounded by the same numbers."""
+    """`inspect_image` decodes nothing, and its own work has the same limits."""
     with pytest.raises(MediaRefused, match=f"more than {budget}"):
         inspect_image(SLOW[budget](every_format))
 
@@ -239,8 +239,8 @@ def test_decoding_uses_the_estimated_memory(
     data = encode(flat, "PNG", exif=with_orientation(6), transparency=(3, 4, 5))
     assert len(data) < 100_000
     (tmp_path / "flat.png").write_bytes(data)
-    told, problem = python(GROWTH, tmp_path / "flat.png").communicate()
-    assert float(told) < 1.15 * inspect_image(data).decoder_bytes, problem
+    output, problem = python(GROWTH, tmp_path / "flat.png").communicate()
+    assert float(output) < 1.15 * inspect_image(data).decoder_bytes, problem
 
 
 def test_decoding_is_refused_while_pillow_accepts_truncated_images(
@@ -294,8 +294,8 @@ def test_a_transparent_palette_colour_keeps_its_colour_without_a_warning(
     image = picture().quantize(16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        seen = open_rgb(encode(image, "PNG", transparency=transparency))
-    assert seen.tobytes() == image.convert("RGB").tobytes()
+        rgb = open_rgb(encode(image, "PNG", transparency=transparency))
+    assert rgb.tobytes() == image.convert("RGB").tobytes()
 
 
 def test_16_bit_grey_keeps_the_high_byte_of_each_value(encode: Encode) -> None:
@@ -303,15 +303,15 @@ def test_16_bit_grey_keeps_the_high_byte_of_each_value(encode: Encode) -> None:
     image = Image.new("I;16", (len(values), 1))
     for x, value in enumerate(values):
         image.putpixel((x, 0), value)
-    for seen in (open_rgb(encode(image, "PNG")), open_rgb(encode_png(image))):
-        assert [seen.getpixel((x, 0)) for x in range(6)] == [(v >> 8,) * 3 for v in values]
+    for decoded in (open_rgb(encode(image, "PNG")), open_rgb(encode_png(image))):
+        assert [decoded.getpixel((x, 0)) for x in range(6)] == [(v >> 8,) * 3 for v in values]
 
 
 def test_a_cmyk_jpeg_becomes_rgb(picture: Picture, encode: Encode) -> None:
     assert open_rgb(encode(picture(mode="CMYK"), "JPEG")).size == (9, 5)
 
 
-# --- what only decoding finds
+# --- damage that only decoding finds
 
 
 def test_undecodable_pixels_raise_instead_of_giving_a_blank_image() -> None:

@@ -21,7 +21,7 @@ PUBLIC = "93.184.216.34"
 
 
 class Resolver:
-    """Return the next answer to each question, and the last one again at the end."""
+    """Return the next answer to each question, and repeat the last one."""
 
     def __init__(self, *answers: list[str]) -> None:
         self.answers = list(answers)
@@ -34,7 +34,7 @@ class Resolver:
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Addresses that were connected to; no connection leaves this machine."""
+    """Record addresses that were connected to. No connection leaves this machine."""
     tried: list[tuple[Any, ...]] = []
     connect = socket.socket.connect
 
@@ -96,13 +96,13 @@ def test_unlisted_host_is_not_resolved(store: MediaStore, connections: list[Any]
 def test_host_is_resolved_once_and_the_checked_address_is_used(
     store: MediaStore, connections: list[Any]
 ) -> None:
-    """A name that changes its answer between the check and the connection gains nothing."""
+    """A name that changes its address between check and connection is not fetched."""
     resolver = Resolver([PUBLIC, "127.0.0.1"], ["127.0.0.1"])
     ingest = ImageIngestor(store, http_hosts=["rebinding.example"], resolve=resolver)
     assert "cannot fetch an image" in refused(ingest, "http://rebinding.example/a.png")
     assert len(resolver.asked) == 1
     assert [tried[0] for tried in connections] == [PUBLIC]
-    # Asked again, the name now leads inside: refused, and nothing was kept of the first answer.
+    # The second lookup gives a private address. It is refused, and the first answer is not cached.
     assert "private address 127.0.0.1" in refused(ingest, "http://rebinding.example/a.png")
     assert len(connections) == 1
 
@@ -120,17 +120,17 @@ def test_unresolvable_host_is_refused(store: MediaStore, connections: list[Any])
 
 
 def test_slow_dns_lookup_times_out(store: MediaStore, connections: list[Any]) -> None:
-    may_answer, answered = threading.Event(), threading.Event()
+    may_answer, is_answered = threading.Event(), threading.Event()
 
     def slow(host: str, port: int) -> list[str]:
         may_answer.wait()
-        answered.set()
+        is_answered.set()
         return [PUBLIC]
 
     ingest = ImageIngestor(store, http_hosts=["slow.example"], timeout_s=0.05, resolve=slow)
     assert "within 0.05 s" in refused(ingest, "http://slow.example/a.png")
     may_answer.set()
-    assert answered.wait(30) and connections == [], "an answer that comes too late is not used"
+    assert is_answered.wait(30) and connections == [], "an answer that comes too late is not used"
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

@@ -220,7 +220,7 @@ def test_link_swapped_in_after_the_check_is_not_followed(
     system_open = os.open
 
     def open_late(path: Any, flags: int, *more: Any, **named: Any) -> int:
-        """Between the check and the first file that is opened, somebody puts a link there."""
+        """A link is created between the check and the first open."""
         monkeypatch.setattr(os, "open", system_open)
         place = roots / swapped
         place.rename(roots / "aside")

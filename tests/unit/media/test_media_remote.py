@@ -21,13 +21,22 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from store_kinds import KINDS, StoreKind, behind, get_endpoint, s3_server, serve
+from store_kinds import KINDS, TOKEN, StoreKind, behind, get_endpoint, s3_server, serve
 
+from sightline.cli.main import main
 from sightline.errors import MediaCorrupt, MediaError, MediaMissing
+from sightline.launch.checks.run_files import check_trace_images
 from sightline.media import ImageIngestor, MediaRef, MediaStore, open_store
 from sightline.media.cache import NUM_FOLDERS, DiskCache
 from sightline.media.decode import encode_png
+from sightline.media.http_remote import derive_worker_token
 from sightline.media.remote import Unavailable, retry
+from sightline.media.stored_file import open_blobs
+from sightline.message import user
+from sightline.run import RunDir
+from sightline.trace import Trace, write_traces
+from sightline.trace.node import Node, int32_array
+from sightline.wire import MediaItem, Slot
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +49,8 @@ def s3() -> Iterator[None]:
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreKind]:
     if request.param == "s3":
         request.getfixturevalue("s3")
-    with KINDS[request.param](tmp_path) as made:
-        yield made
+    with KINDS[request.param](tmp_path) as store_kind:
+        yield store_kind
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +82,8 @@ def test_unavailable_store_is_named_with_the_last_cause(
     kind: StoreKind, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = kind.store.put(pictures[0])
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"http://127.0.0.1:{server.getsockname()[1]}"
     store = behind(kind, nobody, monkeypatch, deadline_s=0.3)
     for ask in (
         lambda: store.get(ref),
@@ -94,13 +103,13 @@ def test_unavailable_store_is_named_with_the_last_cause(
 
 def test_waiting_for_a_store_is_reported_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     def ask() -> str:
-        if told := capsys.readouterr().err:
-            return told
+        if errors := capsys.readouterr().err:
+            return errors
         raise Unavailable("refused")
 
-    told = retry(ask, "s3://waited-for", 600.0)
-    assert told.startswith("the store s3://waited-for does not answer (refused)")
-    assert "retrying for 59" in told and told.count("\n") == 1
+    errors = retry(ask, "s3://waited-for", 600.0)
+    assert errors.startswith("the store s3://waited-for does not answer (refused)")
+    assert "Retrying for 59" in errors and errors.count("\n") == 1
 
 
 def test_unresponsive_store_times_out(
@@ -126,6 +135,38 @@ def test_connections_closed_by_the_service_cause_no_delay(
             assert len(store.remote._kept) > 8
         with Proxy(endpoint, "/", port=int(proxy.url.rpartition(":")[2])):
             assert store.get(ref) == pictures[0]
+
+
+def test_worker_token_reads_only_the_images_that_the_worker_has_put(
+    tmp_path: Path, pictures: list[bytes]
+) -> None:
+    with KINDS["http"](tmp_path) as kind:
+        address, tokens = str(kind.store.root), [derive_worker_token(TOKEN, n) for n in ("a", "b")]
+        mine, other = (
+            open_store(address, token=token, cache_dir=tmp_path / token[0]) for token in tokens
+        )
+        ref = other.put(pictures[0])
+        assert not mine.has(ref) and not mine.touch(ref.digest)
+        with pytest.raises(MediaMissing):
+            mine.get(ref)
+        assert mine.put(pictures[0]) == ref and mine.touch(ref.digest)
+        assert open_store(address, token=tokens[0], cache_dir=tmp_path / "new").has(ref)
+        mine.check_writable()
+        for ask in (
+            lambda: list(mine.digests()),
+            lambda: mine.renew_lease("run"),
+            lambda: mine.end_lease("run"),
+            lambda: mine.gc(set()),
+            lambda: open_blobs(address, tokens[0]).put_bytes(b"x"),
+        ):
+            with pytest.raises(MediaError, match="403"):
+                ask()
+        part = open_blobs(address, TOKEN).put_bytes(b"a part of the model")
+        assert open_blobs(address, tokens[0]).get_bytes(part) == b"a part of the model"
+        forged = open_store(address, token="a" + tokens[1][1:], cache_dir=tmp_path / "forged")
+        with pytest.raises(MediaError, match="401"):
+            forged.has(ref)
+        assert kind.store.get(ref) == pictures[0]
 
 
 def test_refusal_is_not_retried(pictures: list[bytes], tmp_path: Path) -> None:
@@ -189,13 +230,13 @@ def test_cache_stays_within_its_limit_and_evicts_least_recently_used(
     tmp_path: Path,
 ) -> None:
     cache = DiskCache(tmp_path, 1000 * NUM_FOLDERS)
-    found: list[bytes] = []
+    chunks: list[bytes] = []
     for i in range(10_000):  # four that fall into one folder
         data = i.to_bytes(4, "big") * 100
         if sha256(data).hexdigest().startswith("ab"):
-            found.append(data)
-    a, b, c, d = found[:4]
-    digest = {data: sha256(data).hexdigest() for data in found}
+            chunks.append(data)
+    a, b, c, d = chunks[:4]
+    digest = {data: sha256(data).hexdigest() for data in chunks}
     for data, used_s_ago in ((a, 300), (b, 200)):
         cache.add(digest[data], data)
         path = tmp_path / "ab" / digest[data]
@@ -207,12 +248,12 @@ def test_cache_stays_within_its_limit_and_evicts_least_recently_used(
     assert [cache.has(digest[data]) for data in (a, b, c)] == [True, False, True]
     assert not left.exists()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda data: cache.add(digest[data], data), found))
-    held = list((tmp_path / "ab").glob("ab*"))
-    assert sum(path.stat().st_size for path in held) <= 1000
-    assert len(held) == 2
+        list(pool.map(lambda data: cache.add(digest[data], data), chunks))
+    paths = list((tmp_path / "ab").glob("ab*"))
+    assert sum(path.stat().st_size for path in paths) <= 1000
+    assert len(paths) == 2
     cache.add(digest[d], d * 3)  # more than the share of its folder
-    assert set(held) == set((tmp_path / "ab").glob("ab*"))
+    assert set(paths) == set((tmp_path / "ab").glob("ab*"))
 
 
 def test_damaged_cache_file_counts_as_absent(kind: StoreKind, pictures: list[bytes]) -> None:
@@ -225,6 +266,63 @@ def test_damaged_cache_file_counts_as_absent(kind: StoreKind, pictures: list[byt
 
 
 # --- an object store, which sets no time of use and has no lock
+
+
+def test_stale_list_never_decides_whether_an_image_exists(
+    s3: None,
+    tmp_path: Path,
+    pictures: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with KINDS["s3"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
+        gone = kind.store.put(pictures[0])
+        store = behind(kind, proxy.url, monkeypatch)
+        assert list(store.digests()) == [gone.digest]
+        kind.store.remove(gone.digest)
+        new = kind.store.put(pictures[1])
+        run_dir = RunDir(tmp_path / "run")
+        run_dir.make()
+        for name, ref in (("gone", gone), ("new", new)):
+            slot = Slot(0, 1, MediaItem(ref=ref, family="f", grid=(1, 2, 2), fingerprint="f"))
+            node = Node(0, -1, user("q"), int32_array([1]), sampled_start=1, slots=(slot,))
+            write_traces(run_dir.traces / f"{name}.msgpack", [Trace(id="t", nodes=[node])])
+        with proxy.disturbed("stale lists"):
+            assert list(store.digests()) == [gone.digest]
+            assert store.has(new) and store.get(new) == pictures[1] and not store.has(gone)
+            with pytest.raises(MediaMissing):
+                store.get(gone)
+            [finding] = check_trace_images(run_dir, store)
+            assert finding.text.startswith("1 of 2 images of traces are missing")
+            report = store.verify()
+            assert report.num_files == 0 and not report.corrupt
+            assert store.gc(set(), min_age_s=0).removed == []
+            assert main(["media", "ls", "--store", str(store.root)]) == 0
+            assert "0 images" in capsys.readouterr().out
+        assert list(kind.store.digests()) == [new.digest]
+
+
+@pytest.mark.parametrize("deadline_s", [0.3, 60.0])
+def test_store_that_is_down_recovers_within_the_deadline_or_names_its_endpoint(
+    s3: None,
+    tmp_path: Path,
+    pictures: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    deadline_s: float,
+) -> None:
+    with KINDS["s3"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
+        store = behind(kind, proxy.url, monkeypatch, deadline_s=deadline_s)
+        with ThreadPoolExecutor(1) as pool:
+            with proxy.disturbed("down"):
+                putting = pool.submit(store.put, pictures[0])
+                while proxy.num_requests < 3 and not putting.done():
+                    time.sleep(0.01)
+                if deadline_s < 60.0:
+                    with pytest.raises(MediaError, match="after 0.3 s of retries") as caught:
+                        putting.result(30)
+                    assert proxy.url in caught.value.problem
+                    return
+            assert kind.elsewhere().get(putting.result(30)) == pictures[0]
 
 
 def test_damaged_read_does_not_replace_an_intact_image(

@@ -190,9 +190,9 @@ def test_read_only_store_can_be_read_but_not_written(
     python: Callable[..., Any], tmp_path: Path, picture: Picture
 ) -> None:
     picture().save(tmp_path / "p.png")
-    said, errors = python(READ_ONLY, tmp_path / "p.png").communicate()
+    output, errors = python(READ_ONLY, tmp_path / "p.png").communicate()
     assert errors == ""
-    assert said.count("cannot write to the store") == 2
+    assert output.count("cannot write to the store") == 2
 
 
 def test_store_limits_apply_to_bytes_paths_and_pil_images(tmp_path: Path, picture: Picture) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import io
 from pathlib import Path
 from typing import Any
 
+import av
 import msgspec
 import numpy as np
 import pytest
@@ -45,9 +47,9 @@ def test_lossless_frames_are_bit_identical(store: MediaStore) -> None:
     frames = noise_frames(12, 64, 48)
     ref = store.put(encode_video(frames))
     for numbers in ([0], [3, 5], [4], [11, 11]):
-        found = readers(store).read(ref, numbers)
-        assert all(image.mode == "RGB" and image.size == (64, 48) for image in found)
-        for number, image in zip(numbers, found, strict=True):
+        decoded = readers(store).read(ref, numbers)
+        assert all(image.mode == "RGB" and image.size == (64, 48) for image in decoded)
+        for number, image in zip(numbers, decoded, strict=True):
             assert np.array_equal(np.asarray(image), frames[number])
 
 
@@ -173,5 +175,29 @@ def test_a_header_without_frames_does_not_avoid_the_limit() -> None:
 
 def test_decoding_stops_at_a_deadline() -> None:
     data = encode_video(noise_frames(9, 64, 64))
-    with pytest.raises(MediaRefused, match=r"only \d+ frames decoded in 1e-09 s"):
+    with pytest.raises(MediaRefused, match=r"only \d+ packets of a video decoded in 1e-09 s"):
         inspect_video(data, "video/mp4", ImageLimits(max_decode_s=1e-9))
+
+
+def hide_frames(data: bytes) -> bytes:
+    """Return a WebM of VP8 with all frames but the first hidden: a decoder shows none of them."""
+    out = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(out, "w", format="webm") as file:
+        stream = file.add_stream_from_template(source.streams.video[0])
+        for number, packet in enumerate(source.demux()):
+            if not packet.size:
+                continue
+            head, *rest = bytes(packet)
+            copy = av.Packet(bytes([head & ~0x10 if number else head, *rest]))
+            copy.stream, copy.time_base = stream, packet.time_base
+            copy.pts, copy.dts, copy.is_keyframe = packet.pts, packet.dts, packet.is_keyframe
+            file.mux(copy)
+    return out.getvalue()
+
+
+def test_hidden_frames_count_towards_the_limit() -> None:
+    codec = ("libvpx", "yuv420p", {"lag-in-frames": "0"})
+    data = hide_frames(encode_video(noise_frames(60, 64, 64), "webm", codec=codec))
+    assert inspect_video(data, "video/webm").num_frames == 1
+    with pytest.raises(MediaRefused, match="above the limit of 40960 pixels in all"):
+        inspect_video(data, "video/webm", ImageLimits(max_video_pixels=10 * 64 * 64))

@@ -49,9 +49,9 @@ def test_unchanged_parts_are_neither_sent_nor_fetched(tmp_path: Path) -> None:
 
 def test_two_uploads_of_one_file_can_be_removed_separately(tmp_path: Path) -> None:
     store, file = open_blobs(tmp_path), write(tmp_path / "zeros", bytes(3000))
-    one, other = (store_file(store, file, salt=salt) for salt in (b"1", b"2"))
-    assert not set(one.parts) & set(other.parts)
-    for part in one.parts:
+    first, other = (store_file(store, file, salt=salt) for salt in (b"1", b"2"))
+    assert not set(first.parts) & set(other.parts)
+    for part in first.parts:
         store.remove(part)
     fetch_file(store, other, tmp_path / "out", {})
     assert (tmp_path / "out").read_bytes() == bytes(3000)

@@ -26,7 +26,7 @@ MEASURES = {2: 0.2, 4: 0.7, 6: 0.5, 8: 0.7}
 
 
 class Asked:
-    """An evaluator and the client of its server: what was adopted, what was evaluated on it."""
+    """An evaluator with its server's client, which records adopted versions and evaluations."""
 
     base_url = "http://evaluator"
 
@@ -54,8 +54,8 @@ def publish(run_dir: RunDir, step: int) -> PublishedWeights:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    found = RunDir(tmp_path / "run")
-    found.make()
+    new_run_dir = RunDir(tmp_path / "run")
+    new_run_dir.make()
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")
@@ -63,7 +63,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     from safetensors.torch import save_file
 
     save_file(write_buffer, source / "model.safetensors", metadata={"format": "pt"})
-    return found
+    return new_run_dir
 
 
 def test_every_second_step_is_evaluated_and_the_best_is_kept(
@@ -72,33 +72,39 @@ def test_every_second_step_is_evaluated_and_the_best_is_kept(
     async def main() -> None:
         run_state = RunState.open(run_dir)
         events = EventLog(run_dir.metrics, "orchestrator")
-        asked: Any = Asked(run_state, events)
+        evaluations: Any = Asked(run_state, events)
         policy = PolicyUpdater(events, [], run_dir.weights, open_blobs(run_dir.media))
         target = run_dir.checkpoints / "best"
         best_checkpoint = BestCheckpoint(run_dir.path.parent / "source", target, run_state)
         background_evaluator = BackgroundEvaluator(
-            asked, policy, best_checkpoint, asked.base_url, asked.adopt, every=2, last_step=9
+            evaluations,
+            policy,
+            best_checkpoint,
+            evaluations.base_url,
+            evaluations.adopt,
+            every=2,
+            last_step=9,
         )
         working = asyncio.create_task(background_evaluator.keep_evaluating())
-        asked.gate.set()
+        evaluations.gate.set()
         for step in range(1, 9):
             published = publish(run_dir, step)
             background_evaluator.publish(published)
             policy._remove_old_versions(step)
-            # Nobody waited for it: the version after it may come at any time.
+            # Nothing waited for it, so the next version may arrive at any time.
             if step % 2 == 0:
                 assert (run_dir.weights / f"v{step:06d}").is_dir()
                 await background_evaluator.drain()
                 assert not policy.pinned_versions
         working.cancel()
-        assert [step for step, _, _ in asked.evaluated] == [2, 4, 6, 8]
-        for step, manifest, server in asked.evaluated:
-            assert f"v{step:06d}" in manifest and server == asked.base_url
+        assert [step for step, _, _ in evaluations.evaluated] == [2, 4, 6, 8]
+        for step, manifest, server in evaluations.evaluated:
+            assert f"v{step:06d}" in manifest and server == evaluations.base_url
         assert (run_state.progress.best_step, run_state.progress.best_measure) == (4, 0.7)
-        kept = load_file(target / "model.safetensors")
-        assert kept["a"].tolist() == [4.0] * 3 and kept["buffer"].tolist() == [0, 1, 2, 3]
+        file = load_file(target / "model.safetensors")
+        assert file["a"].tolist() == [4.0] * 3 and file["buffer"].tolist() == [0, 1, 2, 3]
         assert (target / "config.json").is_file()
-        # What was played is not played again, and a run that goes on knows its best.
+        # Finished evaluations are not repeated, and a resumed run keeps its best checkpoint.
         assert RunState.open(run_dir).progress.best_step == 4
         background_evaluator.publish(publish(run_dir, 4))
         assert not policy.pinned_versions
@@ -110,13 +116,19 @@ def test_slow_evaluation_keeps_its_own_version_and_frees_older_ones(run_dir: Run
     async def main() -> None:
         run_state = RunState.open(run_dir)
         events = EventLog(run_dir.metrics, "orchestrator")
-        asked: Any = Asked(run_state, events)
+        evaluations: Any = Asked(run_state, events)
         policy = PolicyUpdater(events, [], run_dir.weights, open_blobs(run_dir.media))
         best_checkpoint = BestCheckpoint(
             run_dir.path.parent / "source", run_dir.checkpoints / "best", run_state
         )
         background_evaluator = BackgroundEvaluator(
-            asked, policy, best_checkpoint, asked.base_url, asked.adopt, every=2, last_step=9
+            evaluations,
+            policy,
+            best_checkpoint,
+            evaluations.base_url,
+            evaluations.adopt,
+            every=2,
+            last_step=9,
         )
         working = asyncio.create_task(background_evaluator.keep_evaluating())
         for step in (2, 4, 6):
@@ -125,10 +137,13 @@ def test_slow_evaluation_keeps_its_own_version_and_frees_older_ones(run_dir: Run
             policy._remove_old_versions(step)
         assert policy.pinned_versions == {2, 6}
         assert sorted(path.name for path in run_dir.weights.glob("v*")) == ["v000002", "v000006"]
-        asked.gate.set()
+        evaluations.gate.set()
         await background_evaluator.drain()
         working.cancel()
-        assert [step for step, _, _ in asked.evaluated] == [2, 6] and not policy.pinned_versions
+        assert [step for step, _, _ in evaluations.evaluated] == [
+            2,
+            6,
+        ] and not policy.pinned_versions
 
     asyncio.run(main())
     skipped = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
@@ -159,7 +174,7 @@ def test_rollouts_on_another_server_do_not_use_the_runs_slots() -> None:
 
 
 def test_best_checkpoint_keeps_the_sources_expert_layout(tmp_path: Path) -> None:
-    """Published weights hold each matrix the other way round; transformers reads both."""
+    """Published weights store matrices transposed. transformers reads both forms."""
     from transformers import AutoModelForImageTextToText
 
     write_tiny("qwen_vl", tmp_path / "model", seed=0, type="qwen3_vl_moe", dtype="bfloat16")
@@ -177,5 +192,5 @@ def test_best_checkpoint_keeps_the_sources_expert_layout(tmp_path: Path) -> None
     assert {name: tensor.shape for name, tensor in load_file(file).items()} == before
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", local_files_only=True)
     assert any(before[n] != p.shape for n, p in model.named_parameters())
-    found = dict(again.named_parameters())
-    assert all(torch.equal(found[n], parameter) for n, parameter in model.named_parameters())
+    parameters = dict(again.named_parameters())
+    assert all(torch.equal(parameters[n], parameter) for n, parameter in model.named_parameters())

@@ -52,9 +52,9 @@ def play(
         )
         published: list[Any] = []
         run_state = SimpleNamespace(progress=SimpleNamespace(step=3))
-        found: Any = SimpleNamespace(publish=published.append, run_state=run_state)
-        found.rollouts = rollouts
-        router.orchestrator = found
+        loop: Any = SimpleNamespace(publish=published.append, run_state=run_state)
+        loop.rollouts = rollouts
+        router.orchestrator = loop
         receiving = asyncio.create_task(router.keep_receiving())
         try:
             await asyncio.wait_for(scene(address, router, receiving), 20)
@@ -175,7 +175,7 @@ def test_task_that_swallows_cancellation_is_cancelled_again() -> None:
 
 
 class SlowStore(MediaStore):
-    """Gives nothing before it may."""
+    """Blocks until it is released."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -201,10 +201,10 @@ def test_weights_are_adopted_during_a_checkpoint_fetch_without_losing_batches(
         router.remote_files = RemoteFiles(run_dir, tmp_path / "model", blobs)
         published: asyncio.Queue[PublishedWeights] = asyncio.Queue()
         run_state = SimpleNamespace(progress=SimpleNamespace(step=3))
-        found: Any = SimpleNamespace(
+        loop: Any = SimpleNamespace(
             publish=published.put_nowait, run_state=run_state, rollouts=None
         )
-        router.orchestrator = found
+        router.orchestrator = loop
         receiving = asyncio.create_task(router.keep_receiving())
         trainer = AsyncSpoke(address, "trainer", derive_spoke_key(SECRET, "trainer"))
         weights = PublishedWeights(3, 0, "manifest", {}, 2)

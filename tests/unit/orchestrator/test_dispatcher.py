@@ -119,7 +119,7 @@ def test_lost_worker_breaks_its_rollouts_but_not_the_group() -> None:
 
 
 def test_a_task_can_be_in_two_evaluations_at_once() -> None:
-    """A background evaluation plays the same tasks as one that confirms the goal."""
+    """A background evaluation plays the same tasks as the one that confirms the goal."""
 
     async def check(sent: Sent) -> None:
         rollouts = RolloutScheduler(

@@ -1,4 +1,4 @@
-"""The loop itself, on real parts and a scripted worker: lag, room, empty batches, progress."""
+"""The loop with real components and a scripted worker: lag, room, empty batches, progress."""
 
 from __future__ import annotations
 
@@ -146,9 +146,9 @@ def play(world: World, steps: range, **changes: int) -> int:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path / "run")
-    made.make()
-    return made
+    new_run_dir = RunDir(tmp_path / "run")
+    new_run_dir.make()
+    return new_run_dir
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
@@ -271,7 +271,7 @@ def test_unannounced_batch_is_rebuilt(run_dir: RunDir) -> None:
 
 
 def without_signal_below(group: int, world: World) -> None:
-    """Rewards that are all the same in the first groups, and differ in the later ones."""
+    """Rewards that are equal in the first groups and differ in the later ones."""
 
     def reward(play: RolloutRequest) -> float:
         index = int(play.group_id[1:])

@@ -1,4 +1,4 @@
-"""Versions that no engine needs any more, and their parts in a store that may be away."""
+"""Versions that no engine needs, and their parts in a store that may be unavailable."""
 
 from __future__ import annotations
 

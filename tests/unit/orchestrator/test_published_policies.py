@@ -1,4 +1,4 @@
-"""Samples and weights of another policy end the run: each is tried on the real orchestrator."""
+"""Samples and weights of another policy end the run, on the real orchestrator."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run_id(run: Orchestrator) -> str:
 
 
 def publish(run: Orchestrator, version: int, /, **changes: Any) -> tuple[Manifest, Any]:
-    """Weights as the trainer writes them, and what it says of them."""
+    """Weights as the trainer writes them, and their announcement."""
     tensors = {"a": torch.full((3,), float(version))}
     weights, name = changes.pop("weights", run.policy.weights), changes.pop("run", run_id(run))
     path, manifest = write_weights(weights, tensors, version, 0, run=name)
@@ -66,9 +66,9 @@ def publish(run: Orchestrator, version: int, /, **changes: Any) -> tuple[Manifes
 
 
 def answer(run: Orchestrator, label: str, **changes: Any) -> None:
-    """Has a worker report a rollout that the weights `label` have sampled."""
-    asked = RolloutRequest("g0.0", "g0", 0, "train", 0, 1.0)
-    asyncio.run(run.rollouts.dispatcher.submit(asked))
+    """Let a worker report a rollout that the weights `label` sampled."""
+    request = RolloutRequest("g0.0", "g0", 0, "train", 0, 1.0)
+    asyncio.run(run.rollouts.dispatcher.submit(request))
     span = PolicySpan.of(VersionSpan(label, 0, 1))
     nodes = [
         Node(0, -1, user("q"), int32_array([1, 2]), sampled_start=2),
@@ -152,6 +152,16 @@ def forge_old_version(run: Orchestrator, tmp: Path) -> Any:
     return publish(run, 1)[1]
 
 
+def forge_skipped_version(run: Orchestrator, tmp: Path) -> Any:
+    run.publish(publish(run, 1)[1])
+    return publish(run, 3)[1]
+
+
+def forge_repeated_version(run: Orchestrator, tmp: Path) -> Any:
+    run.publish(publish(run, 2)[1])
+    return publish(run, 2)[1]
+
+
 def forge_negative_version(run: Orchestrator, tmp: Path) -> Any:
     return publish(run, 3, version=-1)[1]
 
@@ -173,7 +183,7 @@ def forge_link(run: Orchestrator, tmp: Path) -> Any:
 
 
 def forge_folder(run: Orchestrator, tmp: Path) -> Any:
-    """A copy below the folder of versions, where the manifest of none of them stands."""
+    """A copy under the folder of versions, at a path where no version's manifest is."""
     message = publish(run, 3)[1]
     folder = run.policy.weights / "v000003" / "copy"
     shutil.copytree(Path(message.manifest).parent, folder)
@@ -202,8 +212,9 @@ def forge_nothing(run: Orchestrator, tmp: Path) -> Any:
 @pytest.mark.parametrize(
     "forge",
     [
-        forge_version, forge_old_version, forge_negative_version, forge_checkpoint, forge_place,
-        forge_link, forge_folder, forge_run, forge_epoch, forge_digest, forge_nothing,
+        forge_version, forge_old_version, forge_skipped_version, forge_repeated_version,
+        forge_negative_version, forge_checkpoint, forge_place, forge_link, forge_folder, forge_run,
+        forge_epoch, forge_digest, forge_nothing,
     ],
 )  # fmt: skip
 def test_a_forged_message_of_published_weights_ends_the_run(

@@ -1,4 +1,4 @@
-"""Servers join, adopt, get lost and come back, and none of them is waited for."""
+"""Servers join, adopt versions, get lost and return. The pool waits for none of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sightline.view.events import read_events
 from sightline.wire.control import DRAINING, READY, UPDATING
 
 PATIENT = ProbeTimes(ask_every_s=0.05, timeout_s=60.0, silent_after_s=60.0)
-"""A busy machine may let an answer wait; where nothing listens that is seen at once."""
+"""Times for a busy machine, where answers are slow. A closed port is noticed at once."""
 QUICK = ProbeTimes(ask_every_s=0.05, timeout_s=0.5, silent_after_s=0.5)
 RUN = "beef"
 ADOPT = "/sightline/v1/adopt"
@@ -116,8 +116,8 @@ def test_rolling_update_does_not_wait_for_the_slowest_server(tmp_path: Path) -> 
             if server is not slow:
                 server.adopts.set()
         await adopting
-        held = {status.url: status.version for status in one.pool.status.servers}
-        assert held[slow.url] == 0 and sorted(held.values())[-2:] == [1, 1]
+        versions = {status.url: status.version for status in one.pool.status.servers}
+        assert versions[slow.url] == 0 and sorted(versions.values())[-2:] == [1, 1]
         await one.pool.adopt(one.publish(2))
         assert slow.adopted == [] and one.pool.servers[slow.url].state == UPDATING
         slow.adopts.set()
@@ -156,6 +156,23 @@ def test_returning_server_is_readmitted_after_catching_up(tmp_path: Path, how: s
     play(tmp_path, scene, times=QUICK if how == "hangs" else PATIENT)
 
 
+def test_restarted_server_gets_the_version_that_it_held_again(tmp_path: Path) -> None:
+    """Its weights are gone, although it has adopted the newest version before."""
+
+    async def scene(one: Scene) -> None:
+        a, _ = one.servers
+        newest = one.publish(1)
+        await one.pool.adopt(newest)
+        await one.until(READY, READY)
+        held = a.label
+        await a.restart()
+        await until(lambda: a.adopted == ["v000001"] * 2)
+        await one.until(READY, READY)
+        assert a.label == held and one.pool.servers[a.url].manifest == newest
+
+    play(tmp_path, scene)
+
+
 def test_loss_of_all_servers_ends_the_run_with_one_cause(tmp_path: Path) -> None:
     async def scene(one: Scene) -> None:
         await one.until(READY, READY)
@@ -178,8 +195,8 @@ def test_server_of_another_run_ends_the_start_and_is_later_skipped(
             self.leased_to = "another"
 
     async def whole() -> None:
-        async with Taken() as taken:
-            one = Scene(tmp_path, [taken], first_version=0)
+        async with Taken() as other:
+            one = Scene(tmp_path, [other], first_version=0)
             try:
                 await asyncio.wait_for(one.pool.keep_serving(), 60)
             finally:
@@ -191,20 +208,20 @@ def test_server_of_another_run_ends_the_start_and_is_later_skipped(
     async def added(one: Scene) -> None:
         (a,) = one.servers
         await one.until(READY)
-        async with Taken() as taken:
-            one.pool.add(GenerateClient(taken.url))
+        async with Taken() as other:
+            one.pool.add(GenerateClient(other.url))
             await until(lambda: "leased to another" in " ".join(one.words()))
             assert one.states() == [READY]
-            taken.leased_to = ""
+            other.leased_to = ""
             await one.pool.adopt(one.publish(1))
-            await until(lambda: one.pool.servers[taken.url].state == READY)
-            assert taken.leased_to == RUN and taken.adopted == ["v000001"]
-            one.pool.drain(taken.url)
+            await until(lambda: one.pool.servers[other.url].state == READY)
+            assert other.leased_to == RUN and other.adopted == ["v000001"]
+            one.pool.drain(other.url)
             states = {status.url: status.state for status in one.pool.status.servers}
-            assert states == {a.url: READY, taken.url: DRAINING}
+            assert states == {a.url: READY, other.url: DRAINING}
             await one.pool.adopt(one.publish(2))
-            assert taken.adopted == ["v000001"]
-            await one.pool.remove(taken.url)
+            assert other.adopted == ["v000001"]
+            await one.pool.remove(other.url)
 
     (tmp_path / "later").mkdir()
     play(tmp_path / "later", added, num=1, first_version=0, rejoin_after_s=0.05)
@@ -257,16 +274,16 @@ def test_unavailable_store_drops_no_server(tmp_path: Path) -> None:
         await one.until(READY, READY)
         a.is_store_away = True
         adopting = asyncio.ensure_future(one.pool.adopt(one.publish(2)))
-        told = f"{a.url} cannot fetch version 2 yet: the store is not available"
-        await until(lambda: told in one.words())
+        expected = f"{a.url} cannot fetch version 2 yet: the store is not available"
+        await until(lambda: expected in one.words())
         await one.until(READY, READY)
         assert [status.version for status in one.pool.status.servers] == [1, 2]
         await adopting
-        asked = a.asked[ADOPT]
+        requests = a.asked[ADOPT]
         a.is_store_away = False
         await until(lambda: one.pool.servers[a.url].version == 2)
-        assert a.asked[ADOPT] > asked and one.pool.servers[a.url].problem == ""
-        assert a.asked["/sightline/v1/lease"] == 1 and one.words().count(told) == 1
+        assert a.asked[ADOPT] > requests and one.pool.servers[a.url].problem == ""
+        assert a.asked["/sightline/v1/lease"] == 1 and one.words().count(expected) == 1
 
     play(tmp_path, scene, rejoin_after_s=0.05, deadline_s=0.1)
 
@@ -300,8 +317,8 @@ def test_server_with_a_stuck_engine_is_skipped_until_it_recovers(tmp_path: Path)
         await one.until(READY, READY)
         a.step_s = one.pool.times.stuck_after_s + 1
         await one.until("", READY)
-        asked = a.asked["/health"]
-        await until(lambda: a.asked["/health"] > asked + 3)
+        health = a.asked["/health"]
+        await until(lambda: a.asked["/health"] > health + 3)
         assert one.states() == ["", READY], "it answers, and is not taken back"
         assert f"{a.url} has computed one step for 601 s" in " ".join(one.words())
         a.step_s = 0.0

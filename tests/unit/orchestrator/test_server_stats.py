@@ -1,4 +1,4 @@
-"""A server that does not answer ends nothing, and hides nothing of the others."""
+"""A server that does not answer affects neither the run nor the others' statistics."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_server_stats_use_the_local_clock(tmp_path: Path, ahead_s: float) -> Non
             now = time.time() + ahead_s
             since = float(path.partition("since=")[2])
             spans = [[now - 100, now - 90], [now - 5, now - 1]]
-            found = {"time": now, "busy": [span for span in spans if span[1] > since]}
-            return json.dumps(found).encode()
+            stats = {"time": now, "busy": [span for span in spans if span[1] > since]}
+            return json.dumps(stats).encode()
 
     clients: Any = [Apart(b"")]
     events = EventLog(tmp_path / "m", "orchestrator")

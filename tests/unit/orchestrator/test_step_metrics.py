@@ -24,7 +24,7 @@ NUM_ROLLOUTS = 6
 
 
 class Forking(World):
-    """Every rollout edits its history once, and sends one request that is refused."""
+    """Every rollout edits its history once, and sends one refused request."""
 
     def build_result(self, play: RolloutRequest, version: int) -> RolloutResult:
         result = super().build_result(play, version)
@@ -74,7 +74,7 @@ def test_every_step_has_the_expected_metrics(tmp_path: Path) -> None:
     run_dir.make()
     play(Forking(run_dir, max_lag=0), range(1, 3))
     first, second = (e.values for e in read_events(run_dir.metrics) if e.kind == "step")
-    # Each rollout has one turn with one sampled token; of two in a group one earns 1.
+    # Each rollout has one turn with one sampled token. Of two in a group one earns 1.
     assert (first["answer_tokens_mean"], first["answer_tokens_max"], first["turns_mean"]) == (
         1,
         1,

@@ -14,9 +14,9 @@ BY_TOKEN = CostModel(token=1.0)
 
 
 def pack_of(num_tokens: int) -> MicroBatch:
-    one = build_empty_micro_batch(1, 3)
+    micro_batch = build_empty_micro_batch(1, 3)
     return msgspec.structs.replace(
-        one,
+        micro_batch,
         token_ids=Array.of([0] * num_tokens, "int32"),
         positions=Array.of([[0] * num_tokens] * 3, "int32"),
         subtree_end=Array.of([num_tokens] * num_tokens, "int32"),
@@ -36,7 +36,7 @@ def test_micro_batches_are_split_evenly_between_ranks(sizes: list[int], ranks: i
     loads = [sum(sizes[at] for at in own if at is not None) for own in places]
     # No rank has more than the least loaded one by more than one micro-batch.
     assert max(loads) - min(loads) <= max(sizes, default=0)
-    # Rounds are as few as can be, and no order has less in their costliest micro-batches.
+    # The number of rounds is minimal, and so is the cost of their costliest micro-batches.
     rounds = [
         [sizes[at] for at in beside if at is not None] for beside in zip(*places, strict=True)
     ]
@@ -49,10 +49,10 @@ def tree_of(ends: list[int]) -> MicroBatch:
 
 
 def test_work_counts_the_pairs_visible_in_the_mask() -> None:
-    # A prompt of two tokens under two answers of two, then a sequence of its own.
+    # A prompt of two tokens with two answers of two tokens, then a separate sequence.
     ends = [6, 6, 4, 4, 6, 6, 8, 8]
-    seen = sum(k <= q < ends[k] for q in range(8) for k in range(8))
-    assert MicroBatchWork.of(tree_of(ends)) == MicroBatchWork(8, seen, 0, 0, 0)
+    num_pairs = sum(k <= q < ends[k] for q in range(8) for k in range(8))
+    assert MicroBatchWork.of(tree_of(ends)) == MicroBatchWork(8, num_pairs, 0, 0, 0)
 
 
 def test_attention_counts_when_it_costs_more_than_tokens() -> None:
@@ -69,7 +69,7 @@ def test_image_micro_batches_come_first_and_in_the_same_rounds() -> None:
     item = MediaItem(
         ref=MediaRef("0" * 64, "image/png", 64, 32, 1), family="f", grid=(1, 2, 4), fingerprint="x"
     )
-    shown = msgspec.structs.replace(pack_of(2), items=[PackedItem(item, None, "t")])
-    packs = [pack_of(90), shown, pack_of(80), shown]
-    assert MicroBatchWork.of(shown) == MicroBatchWork(2, 3, 0, 8, 64)
+    packed = msgspec.structs.replace(pack_of(2), items=[PackedItem(item, None, "t")])
+    packs = [pack_of(90), packed, pack_of(80), packed]
+    assert MicroBatchWork.of(packed) == MicroBatchWork(2, 3, 0, 8, 64)
     assert assign_to_ranks(packs, 2, BY_TOKEN) == [[1, 0], [3, 2]]

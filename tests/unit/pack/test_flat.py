@@ -1,4 +1,4 @@
-"""Packing loses no token, and lays every sequence out as if it stood alone."""
+"""Packing loses no token, and lays every sequence out as if it were alone."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_every_trained_token_is_packed_once_with_its_values(
     packs = pack(samples, 1, load_family(tiny_model), PackSize(tokens, 10**6))
     weight = sum(float(p.loss_weight.numpy().sum()) for p in packs)
     assert weight == pytest.approx(1.0, rel=1e-5)
-    found: dict[str, list[float]] = {}
+    positions: dict[str, list[float]] = {}
     for packed in packs:
         for origin in packed.origins:
             part = packed.logprobs.numpy()[origin.start : origin.stop]
-            found.setdefault(origin.trace_id, []).extend(part.tolist())
+            positions.setdefault(origin.trace_id, []).extend(part.tolist())
         if len(packs) > 1 and len(packed.token_ids) > tokens:
             assert len({o.trace_id for o in packed.origins}) == 1, "only alone may it be larger"
-    assert found == {s.trace_id: s.logprobs.numpy().tolist() for s in samples}
+    assert positions == {s.trace_id: s.logprobs.numpy().tolist() for s in samples}
 
 
 def test_packed_sequence_layout_does_not_depend_on_others(

@@ -1,4 +1,4 @@
-"""A group laid out as a tree: every path is its sample, and what is shared lies there once."""
+"""A group as a tree: every path is its sample, and shared tokens are stored once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WIDE = PackSize(10**6, 10**6)
 def paths_of(packed: MicroBatch) -> dict[str, list[int]]:
     """For each trace, the tokens that its last trained token sees, found through `parent`."""
     parent, trained = packed.parent.numpy(), packed.trained.numpy()
-    found = {}
+    paths = {}
     for origin in packed.origins:
         path, at = [], int(trained[origin.stop - 1])
         while at >= 0:
             path.append(at)
             at = int(parent[at])
-        found[origin.trace_id] = path[::-1]
-    return found
+        paths[origin.trace_id] = path[::-1]
+    return paths
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -42,26 +42,26 @@ def test_every_tree_path_equals_its_sample(
     family = load_family(tiny_model)
     samples = {s.trace_id: s for s in making.group(tiny_model, store, count=7, seed=seed)}
     packs = pack(list(samples.values()), 1, family, PackSize(tokens, 10**6))
-    found = set()
+    leaves = set()
     for packed in packs:
         ends, index = packed.subtree_end.numpy(), np.arange(len(packed.token_ids))
         items = [entry.item for entry in packed.items]
         for name, path in paths_of(packed).items():
             sample = samples[name]
-            # Behind its last trained token a sample has nothing that matters.
+            # Tokens after a sample's last trained token do not matter.
             upto = int(sample.trained.numpy()[-1]) + 1
             assert len(path) == upto
             assert np.array_equal(packed.token_ids.numpy()[path], sample.token_ids.numpy()[:upto])
-            seen = np.flatnonzero((index <= path[-1]) & (path[-1] < ends))
-            assert seen.tolist() == path, "its path, and nothing of its siblings"
+            ancestors = np.flatnonzero((index <= path[-1]) & (path[-1] < ends))
+            assert ancestors.tolist() == path, "its path, and nothing of its siblings"
             placed = [Slot(s.offset, s.length, sample.items[s.item]) for s in sample.slots]
             alone, _ = family.positions(len(sample.token_ids), placed)
             assert np.array_equal(packed.positions.numpy()[:, path], alone[:, :upto])
-            shown = {slot.offset: items[slot.item].key for slot in packed.slots}
+            keys = {slot.offset: items[slot.item].key for slot in packed.slots}
             wanted = {path[s.offset]: sample.items[s.item].key for s in sample.slots}
-            assert wanted.items() <= shown.items()
-        found |= {origin.trace_id for origin in packed.origins}
-    assert found == samples.keys()
+            assert wanted.items() <= keys.items()
+        leaves |= {origin.trace_id for origin in packed.origins}
+    assert leaves == samples.keys()
     assert sum(float(p.loss_weight.numpy().sum()) for p in packs) == pytest.approx(1.0, rel=1e-5)
 
 
@@ -109,3 +109,22 @@ def test_oversized_tree_is_split_with_repeated_paths(tiny_model: Path, store: Me
 def test_group_with_little_sharing_is_packed_flat(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=4, seed=3)
     assert [len(unit) for unit in build_units(samples, WIDE)] == [1] * 4
+
+
+@pytest.mark.parametrize("shares_group", [True, False])
+def test_a_micro_batch_has_one_temperature(
+    tiny_model: Path, store: MediaStore, shares_group: bool
+) -> None:
+    """Its logits are divided by one number, whatever samples share a prefix or a group."""
+    samples = making.group(tiny_model, store, count=6)
+    samples = [
+        msgspec.structs.replace(
+            sample, temperature=0.5 + i % 2, group_id="g" if shares_group else ""
+        )
+        for i, sample in enumerate(samples)
+    ]
+    packs = pack(samples, 1, load_family(tiny_model), WIDE)
+    temperature_of = {sample.trace_id: sample.temperature for sample in samples}
+    for packed in packs:
+        assert {temperature_of[o.trace_id] for o in packed.origins} == {packed.temperature}
+    assert sorted(packed.temperature for packed in packs) == [0.5, 1.5]

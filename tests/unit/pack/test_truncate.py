@@ -1,4 +1,4 @@
-"""Truncation: no image is cut, and what is left lines up."""
+"""Truncation cuts no image, and the rest stays aligned."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ def test_truncated_sample_is_aligned_and_holds_whole_images(
     tiny_model: Path, store: MediaStore, seed: int, limit: int
 ) -> None:
     samples = making.samples(tiny_model, store, count=3, seed=seed)
-    kept, counts = truncate(samples, limit)
+    truncated, counts = truncate(samples, limit)
     family, renderer = load_family(tiny_model), load_renderer(tiny_model, store)
     before = {sample.trace_id: sample for sample in samples}
-    assert len(kept) + counts[FIRST_IMAGE] + counts[NOTHING_TRAINS] == len(samples)
-    assert counts[CUT] == sum(len(s.token_ids) < len(before[s.trace_id].token_ids) for s in kept)
-    for sample in kept:
+    assert len(truncated) + counts[FIRST_IMAGE] + counts[NOTHING_TRAINS] == len(samples)
+    assert counts[CUT] == sum(
+        len(s.token_ids) < len(before[s.trace_id].token_ids) for s in truncated
+    )
+    for sample in truncated:
         whole = before[sample.trace_id]
         num, num_trained = len(sample.token_ids), len(sample.trained)
         assert num <= limit and num_trained > 0
@@ -46,7 +48,7 @@ def test_truncated_sample_is_aligned_and_holds_whole_images(
             assert (ours.offset, ours.length) == (theirs.offset, theirs.length)
             assert sample.items[ours.item] == whole.items[theirs.item]
         assert {slot.item for slot in sample.slots} == set(range(len(sample.items)))
-    for packed in pack(kept, 1, family, PackSize(10**6, 10**6)):
+    for packed in pack(truncated, 1, family, PackSize(10**6, 10**6)):
         check_micro_batch(packed, family, renderer.pad_token_ids, renderer.vocab_size)
 
 
@@ -54,20 +56,20 @@ def test_every_limit_cuts_before_an_image(tiny_model: Path, store: MediaStore) -
     first, second = (store.put(making.image(random.Random(i), 64, 64)) for i in (1, 2))
     talk = [user(first, "what is this"), assistant("A"), user(second, "and this"), assistant("B")]
     sample = build_sample(talk, load_renderer(tiny_model, store), "s")
-    one, two = sample.slots
+    slot, two = sample.slots
     answer = sample.segments[0].stop
     for limit in range(1, len(sample.token_ids)):
-        kept, counts = truncate([sample], limit)
-        if limit < one.offset + one.length:
+        truncated, counts = truncate([sample], limit)
+        if limit < slot.offset + slot.length:
             assert counts == {FIRST_IMAGE: 1}, limit
         elif limit <= sample.segments[0].start:
             assert counts == {NOTHING_TRAINS: 1}, limit
         else:
             assert counts == {CUT: 1}
             end = limit if limit > sample.segments[1].start else min(limit, answer)
-            assert len(kept[0].token_ids) == end, limit
+            assert len(truncated[0].token_ids) == end, limit
             whole_second = end >= two.offset + two.length
-            assert len(kept[0].slots) == len(kept[0].items) == 1 + whole_second
+            assert len(truncated[0].slots) == len(truncated[0].items) == 1 + whole_second
 
 
 def test_first_image_over_the_limit_drops_the_preceding_text_too(
@@ -76,5 +78,5 @@ def test_first_image_over_the_limit_drops_the_preceding_text_too(
     image = store.put(making.image(random.Random(0), 64, 64))
     talk = [user("hello"), assistant("A"), user(image, "what"), assistant("B")]
     sample = build_sample(talk, load_renderer(tiny_model, store), "s")
-    kept, counts = truncate([sample], sample.slots[0].offset + 1)
-    assert kept == [] and counts == {FIRST_IMAGE: 1}
+    truncated, counts = truncate([sample], sample.slots[0].offset + 1)
+    assert truncated == [] and counts == {FIRST_IMAGE: 1}

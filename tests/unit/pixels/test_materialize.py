@@ -1,4 +1,4 @@
-"""Pixels for a moment: one flight a key, bounded bytes, failures never kept, digests that bind."""
+"""Pixels: one computation per key, bounded memory, uncached failures, digests."""
 
 from __future__ import annotations
 
@@ -32,54 +32,54 @@ def test_concurrent_requests_share_one_computation(family: Family, store: MediaS
 
     slow = Slow(store.root)
     item = family.item(store.put(making.image(random.Random(0))))
-    made = Materializer(family, slow, max_bytes=1 << 20, threads=2)
-    flights = [made.submit(item) for _ in range(10)]
+    materializer = Materializer(family, slow, max_bytes=1 << 20, threads=2)
+    flights = [materializer.submit(item) for _ in range(10)]
     gate.set()
     assert len({flight.result(5).digest for flight in flights}) == 1
-    assert made.counts.made == 1 and made.counts.joined == 9
-    made.get(item)
-    assert made.counts.hits == 1
-    made.close()
+    assert materializer.counts.made == 1 and materializer.counts.joined == 9
+    materializer.get(item)
+    assert materializer.counts.hits == 1
+    materializer.close()
 
 
 def test_cache_stays_within_its_byte_limit(family: Family, store: MediaStore) -> None:
     rng = random.Random(1)
     items = [family.item(store.put(making.image(rng, 64, 64))) for _ in range(6)]
-    one = family.patches(store.image(items[0].ref), items[0]).nbytes
-    made = Materializer(family, store, max_bytes=2 * one)
+    image_bytes = family.patches(store.image(items[0].ref), items[0]).nbytes
+    materializer = Materializer(family, store, max_bytes=2 * image_bytes)
     for item in items:
-        made.get(item)
-    assert made.counts.bytes_held <= 2 * one and made.counts.evicted == 4
+        materializer.get(item)
+    assert materializer.counts.bytes_held <= 2 * image_bytes and materializer.counts.evicted == 4
     big = family.item(store.put(making.image(rng, 256, 256)))
-    made.get(big)
-    assert made.counts.bytes_held <= 2 * one
-    made.close()
+    materializer.get(big)
+    assert materializer.counts.bytes_held <= 2 * image_bytes
+    materializer.close()
 
 
 def test_warmed_up_pool_has_all_its_threads(family: Family, store: MediaStore) -> None:
     def pool() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name.startswith("pixels")}
 
-    made, before = Materializer(family, store, 0, threads=3), pool()
-    made.warm_up()
+    materializer, before = Materializer(family, store, 0, threads=3), pool()
+    materializer.warm_up()
     assert len(pool() - before) == 3
-    assert made.counts.made == 0
-    made.close()
+    assert materializer.counts.made == 0
+    materializer.close()
 
 
 def test_failure_is_not_cached(family: Family, store: MediaStore) -> None:
     data = making.image(random.Random(3))
     ref = store.put(data)
     path = store.path(ref.digest)
-    kept = path.read_bytes()
+    original = path.read_bytes()
     path.unlink()
-    made = Materializer(family, store, 1 << 20)
+    materializer = Materializer(family, store, 1 << 20)
     with pytest.raises(MediaMissing):
-        made.get(family.item(ref))
-    path.write_bytes(kept)
-    assert made.get(family.item(ref)).digest
-    assert made.counts.failed == 1
-    made.close()
+        materializer.get(family.item(ref))
+    path.write_bytes(original)
+    assert materializer.get(family.item(ref)).digest
+    assert materializer.counts.failed == 1
+    materializer.close()
 
 
 def test_digest_covers_pixels_grid_and_settings(

@@ -1,4 +1,4 @@
-"""Patches that processes share: made once, within a bound, and never other than they were."""
+"""Patches that processes share: computed once, bounded, and never changed."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_patches_are_reused_across_processes(
     assert (shared.root.stat().st_mode & 0o777) == 0o700
     arguments = [str(tiny_model), str(store.root), str(os.getpid()), str(tmp_path)]
     item = msgspec.json.encode(items[0]).decode()
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", OTHER, *arguments, item], capture_output=True, text=True, check=True
     )
-    assert told.stdout.split() == [digest, "0", "1"]
+    assert completed.stdout.split() == [digest, "0", "1"]
     assert mine.get(items[0]).digest == digest and mine.counts.made == 1
     mine.close()
 
@@ -66,13 +66,13 @@ def test_patches_are_reused_across_processes(
 def test_shared_patches_stay_within_the_limit_and_ignore_damaged_files(
     family: Family, store: MediaStore, items: list[MediaItem], tmp_path: Path
 ) -> None:
-    one = family.patches(store.image(items[0].ref), items[0]).nbytes
-    shared = SharedPatches(3 * one, os.getpid(), tmp_path)
-    made = Materializer(family, store, 0, shared=shared)
+    image_bytes = family.patches(store.image(items[0].ref), items[0]).nbytes
+    shared = SharedPatches(3 * image_bytes, os.getpid(), tmp_path)
+    materializer = Materializer(family, store, 0, shared=shared)
     for item in items:
-        made.get(item)
+        materializer.get(item)
         files = [path for path in shared.root.rglob("*") if len(path.name) == 64]
-        assert 0 < sum(path.stat().st_size for path in files) <= 3 * one
+        assert 0 < sum(path.stat().st_size for path in files) <= 3 * image_bytes
     assert shared.find(items[0]) is None and shared.find(items[-1]) is not None
     for path in files:
         data = bytearray(path.read_bytes())
@@ -82,7 +82,7 @@ def test_shared_patches_stay_within_the_limit_and_ignore_damaged_files(
     for path in files:
         path.write_bytes(b"")
     assert shared.find(items[-1]) is None
-    made.close()
+    materializer.close()
 
 
 def test_patches_are_computed_without_room_for_files(
@@ -91,9 +91,12 @@ def test_patches_are_computed_without_room_for_files(
     shared = SharedPatches(1 << 20, os.getpid(), tmp_path)
     shared.root.rmdir()
     shared.root.write_bytes(b"")  # no folder, and so no file in it
-    made = Materializer(family, store, 0, shared=shared)
-    assert made.get(items[0]).digest == made.get(items[0]).digest and made.counts.made == 2
-    made.close()
+    materializer = Materializer(family, store, 0, shared=shared)
+    assert (
+        materializer.get(items[0]).digest == materializer.get(items[0]).digest
+        and materializer.counts.made == 2
+    )
+    materializer.close()
 
 
 def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:

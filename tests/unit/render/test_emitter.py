@@ -1,4 +1,4 @@
-"""Runs of text, spans and the seam before what the assistant says itself."""
+"""Runs of text, spans, and the boundary before sampled text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request bodies of agents: a repeated history costs nothing, and no body is kept for long."""
+"""Request bodies of agents: a repeated history is cheap, and no body is kept for long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> CountingStore:
 
 
 class Asked(ImageIngestor):
-    """Counts the urls that it is asked for."""
+    """Counts the urls that it resolves."""
 
     num_asked = 0
 
@@ -41,7 +41,7 @@ class Asked(ImageIngestor):
 
 
 class Pages:
-    """A web server whose pages show something else every time they are looked at."""
+    """A web server whose pages change with every request."""
 
     def __init__(self) -> None:
         self.num_shown = 0
@@ -58,7 +58,7 @@ class Pages:
 
 
 async def loop(chat: Chat, urls: list[str]) -> float:
-    """Shows one picture a turn, all of them again with every request."""
+    """Sends one more picture per turn, and repeats all earlier ones."""
     history: list[Any] = []
     async with agent(chat) as client:
         for url in urls:
@@ -98,7 +98,7 @@ def test_repeated_history_is_not_processed_again(
     assert pages.num_shown == (NUM_TURNS if scheme == "http" else 0)
 
 
-# --- bodies under way
+# --- bodies in transit
 
 
 async def in_halves(body: bytes) -> AsyncIterator[bytes]:
@@ -119,7 +119,7 @@ async def post(chat: Chat, data: Any) -> tuple[int, Any]:
 
 
 async def send_raw(chat: Chat, *head: str) -> str:
-    """The first line of the answer to a head, and to the beginning of a body."""
+    """Return the first line of the answer to a head and the beginning of a body."""
     host, _, port = chat.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     lines = ["POST /v1/chat/completions HTTP/1.1", *head, "content-type: application/json"]
@@ -149,7 +149,7 @@ def test_body_above_the_limit_is_a_413_recorded_in_the_trace(
                 with pytest.raises(openai.APIStatusError) as caught:
                     await client.chat.completions.create(model="m", messages=[shown(0)])
                 assert caught.value.status_code == 413
-                # A refusal costs nothing: the agent may go on.
+                # A refusal has no cost: the agent may continue.
                 words: Any = [{"role": "user", "content": "hello"}]
                 await client.chat.completions.create(model="m", messages=words)
             return 1.0
@@ -164,18 +164,21 @@ def test_body_above_the_limit_is_a_413_recorded_in_the_trace(
     assert not trace.error, trace.error
     assert len(trace.turns) == 1 and store.num_put == 0
     assert len(trace.refused_requests) == 2
-    assert all("EngineError: the body exceeds" in kept for kept in trace.refused_requests)
+    assert all(
+        "EngineError: the body exceeds" in refused_request
+        for refused_request in trace.refused_requests
+    )
 
 
 def test_endpoint_has_the_same_auth_and_limits_as_every_server(
     tiny_model: Path, store: CountingStore
 ) -> None:
-    seen: list[str] = []
+    bodies: list[str] = []
 
     async def rollout(chat: Chat) -> float:
-        seen.append(await send_raw(chat, "host: evil.example"))
-        seen.append(await send_raw(chat, "host: localhost", "origin: http://evil.example"))
-        seen.append(await send_raw(chat, "host: localhost"))
+        bodies.append(await send_raw(chat, "host: evil.example"))
+        bodies.append(await send_raw(chat, "host: localhost", "origin: http://evil.example"))
+        bodies.append(await send_raw(chat, "host: localhost"))
         return await loop(chat, [picture_url(0)])
 
     async def main() -> Trace:
@@ -187,5 +190,5 @@ def test_endpoint_has_the_same_auth_and_limits_as_every_server(
                 return played.trace
 
     trace = asyncio.run(main())
-    assert [line.split()[1] for line in seen] == ["421", "403", "408"]
+    assert [line.split()[1] for line in bodies] == ["421", "403", "408"]
     assert len(trace.turns) == 1 and not trace.refused_requests

@@ -39,7 +39,7 @@ def picture(level: int = 0) -> Image.Image:
 
 
 class Trial:
-    """Plays one rollout against a policy that says random text."""
+    """Play one rollout against a policy that returns random text."""
 
     def __init__(self, model: Path, store: MediaStore) -> None:
         self.store, self.renderer = store, load_renderer(model, store)
@@ -66,7 +66,7 @@ def play(tiny_model: Path, store: MediaStore) -> Trial:
 
 
 def test_put_returns_a_ref_that_messages_accept(play: Trial) -> None:
-    seen: list[MediaRef] = []
+    refs: list[MediaRef] = []
 
     async def rollout(task: Task, chat: Any) -> float:
         ref = chat.put(picture())
@@ -74,17 +74,17 @@ def test_put_returns_a_ref_that_messages_accept(play: Trial) -> None:
         await chat.send([user("one", ref)])
         part = {"type": "image_url", "image_url": {"url": ref.url}}
         await chat.send([{"role": "user", "content": [part, {"type": "image", "image": ref}]}])
-        seen.append(ref)
+        refs.append(ref)
         return 1.0
 
     trace = play(rollout)
     assert not trace.error and trace.num_images_shown == 3
-    assert {slot.item.ref for node in trace.nodes for slot in node.slots} == set(seen)
-    assert (seen[0].width, seen[0].mime) == (64, "image/png") and play.store.has(seen[0].digest)
+    assert {slot.item.ref for node in trace.nodes for slot in node.slots} == set(refs)
+    assert (refs[0].width, refs[0].mime) == (64, "image/png") and play.store.has(refs[0].digest)
 
 
 class LoopBoundStore(MediaStore):
-    """A store whose writes need the event loop: one that blocked the loop would time out."""
+    """A store whose writes need the event loop. A blocked loop would time out."""
 
     loop: asyncio.AbstractEventLoop
     num_writes = 0
@@ -136,14 +136,14 @@ def test_bad_image_breaks_the_rollout_even_if_unsent(play: Trial, sends: bool) -
 
 def test_sync_rollout_function_behaves_like_an_async_one(play: Trial) -> None:
     async def waits(task: Task, chat: Any) -> dict[str, float]:
-        said = await chat.send([user("one", chat.put(picture(1)))])
+        answer = await chat.send([user("one", chat.put(picture(1)))])
         await chat.ask([user("two", chat.put(picture(chat.rng.randrange(9))))])
-        return {"a": float(len(said.text)), "b": 1.0}
+        return {"a": float(len(answer.text)), "b": 1.0}
 
     def plain(task: Task, chat: BlockingChat) -> dict[str, float]:
-        said = chat.send([user("one", chat.put(picture(1)))])
+        answer = chat.send([user("one", chat.put(picture(1)))])
         chat.ask([user("two", chat.put(picture(chat.rng.randrange(9))))])
-        return {"a": float(len(said.text)), "b": 1.0}
+        return {"a": float(len(answer.text)), "b": 1.0}
 
     one, other = play(waits), play(plain)
     assert not one.error and not other.error, other.error
@@ -189,8 +189,8 @@ def test_too_long_prompt_ends_the_rollout_before_the_request(play: Trial) -> Non
     room = length_of(play, "short") + 6
     trace = play(rollout, max_model_len=room)
     assert trace.error_kind == "truncated" and trace.truncated and not trace.error
-    shown = " ".join(" ".join(format_transcript(trace)).split())
-    assert ", truncated" in shown and "[inference] max_model_len" in shown
+    transcript = " ".join(" ".join(format_transcript(trace)).split())
+    assert ", truncated" in transcript and "[inference] max_model_len" in transcript
     assert trace.reward == 0.0 and len(trace.turns) == 1
     assert [node.message.text for node in trace.nodes][0] == "short"
     assert len(trace.nodes) == 2, "the observation that did not fit is not in the trace"

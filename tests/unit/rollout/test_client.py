@@ -1,4 +1,4 @@
-"""The generate client: what it tries again, how long, and what it says when it gives up."""
+"""The generate client: retries, their duration, and the final error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripted_policy import ScriptedPolicy
 
 from sightline.config import RunFile
 from sightline.errors import EngineError
-from sightline.inference.errors import STATUS_BY_TYPE, build_engine_error, encode_error
+from sightline.inference.errors import STATUS_BY_TYPE, build_engine_error, error_response
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.rollout.chat_sources import build_policy_chats
@@ -39,7 +39,7 @@ ANSWER = msgspec.json.encode(GenerateResponse("", [Choice(0, [3], "stop", LOGPRO
 
 
 class Refusing:
-    """Answers with errors of the given types, then as it should."""
+    """Answers with errors of the given types, then correctly."""
 
     def __init__(self, kinds: Sequence[str]) -> None:
         self.asked: list[float] = []
@@ -55,10 +55,9 @@ class Refusing:
         kind = next(self._kinds, None)
         if kind is None:
             return web.Response(body=ANSWER)
-        status, body, headers = encode_error(
-            build_engine_error(kind, f"token_ids: {kind}", "mend it")
-        )
-        return web.Response(body=body, status=status, headers=headers)
+        refusal = error_response(build_engine_error(kind, f"token_ids: {kind}", "mend it"))
+        headers = {k: v for k, v in refusal.headers.items() if k == "retry-after"}
+        return web.Response(body=refusal.body, status=refusal.status_code, headers=headers)
 
 
 def ask(server: Refusing, **more: Any) -> GenerateResponse:
@@ -98,7 +97,7 @@ def test_deadline_ends_retries_with_the_last_reason() -> None:
 
 
 def test_deadline_starts_at_the_first_failure() -> None:
-    """A generation that took longer than it, and was then refused by a server that ends."""
+    """A long generation that a stopping server then refuses."""
     deadline_s = 0.5
     statuses = iter([503, 200])
 
@@ -107,10 +106,8 @@ def test_deadline_starts_at_the_first_failure() -> None:
         if status == 200:
             return web.Response(body=ANSWER)
         await asyncio.sleep(deadline_s + 0.1)
-        _, body, _ = encode_error(
-            build_engine_error("stopping", "the server is ending", "ask another")
-        )
-        return web.Response(body=body, status=status)
+        error = build_engine_error("stopping", "the server is ending", "ask another")
+        return web.Response(body=error_response(error).body, status=status)
 
     async def main() -> GenerateResponse:
         app = web.Application()
@@ -125,14 +122,14 @@ def test_deadline_starts_at_the_first_failure() -> None:
     assert asyncio.run(main()).choices[0].token_ids == [3]
 
 
-# --- answers that no sampler gives
+# --- impossible answers
 
 STOP, TEXT, PAD = 3, 5, 9
 ASKED = GenerateRequest.of([1, 2], [], SamplingParams(max_tokens=3, stop_token_ids=(STOP,)))
 
 
 def build_answer(*said: int, **changes: Any) -> dict[str, Any]:
-    """An answer that is right, and what is changed about it."""
+    """Return a correct answer with some changes."""
     ids = list(said or (TEXT, TEXT, STOP))
     logprobs = changes.pop("values", [-0.5] * len(ids))
     entries = [
@@ -222,12 +219,12 @@ def test_run_chats_refuse_answers_with_forbidden_tokens(
         app.router.add_post("/inference/v1/generate", generate)
         async with listening(app) as address:
             chats = build_policy_chats(config, [address], store)
-            for token, told in (
+            for token, problem in (
                 (chats.renderer.vocab_size, "for a vocabulary of"),
                 (chats.renderer.pad_token_ids[0], "which is banned"),
             ):
                 answers.append(build_answer(TEXT, token, STOP))
-                with pytest.raises(EngineError, match=told):
+                with pytest.raises(EngineError, match=problem):
                     await chats.client.generate(ASKED)
             answers.append(build_answer(TEXT, TEXT))
             long = config.inference.max_model_len - 2
@@ -238,7 +235,7 @@ def test_run_chats_refuse_answers_with_forbidden_tokens(
 
 
 class Lies(ScriptedPolicy):
-    """A policy whose logprobs cannot be."""
+    """A policy with impossible logprobs."""
 
     def answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
         right = super().answer(request, digests)

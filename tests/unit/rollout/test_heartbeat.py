@@ -1,4 +1,4 @@
-"""The heartbeat of a worker goes on whatever its event loop does."""
+"""A worker's heartbeat does not depend on its event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETUPS = 256
 
 
 def next_beat(path: Path, after: float) -> HeartbeatRecord:
-    """Waits, and holds up whatever thread it is called in, until there is a newer heartbeat."""
+    """Block the calling thread until there is a newer heartbeat."""
     pause = threading.Event()
     for _ in range(6000):
         beat = find_heartbeat(path)
@@ -33,7 +33,7 @@ def next_beat(path: Path, after: float) -> HeartbeatRecord:
 
 
 class SlowSetups(Environment):
-    """Each set-up holds up the loop until the heart has beaten: without a thread it never would."""
+    """Each set-up blocks the loop until the next heartbeat, which must come from another thread."""
 
     name = "slow"
 
@@ -63,21 +63,21 @@ def test_256_concurrent_slow_setups_miss_no_heartbeat(
 
     async def main() -> list[Trace]:
         plays = [RolloutRequest(f"r{i}", "g", i, "train", i, 1.0) for i in range(SETUPS)]
-        running = [asyncio.create_task(player.play(one)) for one in plays]
+        running = [asyncio.create_task(player.play(played_rollout)) for played_rollout in plays]
         heartbeat = Heartbeat(path, player.threads.stuck_s, every_s=0.005)
         heartbeat.start()
         played = await asyncio.gather(*running)
         heartbeat.stop()
         await player.close()
-        return [one.trace for one in played]
+        return [played_rollout.trace for played_rollout in played]
 
     assert [trace.error for trace in asyncio.run(main())] == [""] * SETUPS
-    seen, last = env.seen, find_heartbeat(path)
-    assert len(seen) == SETUPS and last is not None and last.told_to_quit
-    assert {beat.stuck_s for beat in seen} == {0.0}
-    assert len({beat.loop_s for beat in seen}) <= 2, "the loop had no turn after its first"
-    assert seen[-1].time_s - seen[-1].loop_s > seen[0].time_s - seen[0].loop_s
-    for earlier, later in zip(seen, [*seen[1:], last], strict=True):
+    setups, last = env.seen, find_heartbeat(path)
+    assert len(setups) == SETUPS and last is not None and last.told_to_quit
+    assert {beat.stuck_s for beat in setups} == {0.0}
+    assert len({beat.loop_s for beat in setups}) <= 2, "the loop had no turn after its first"
+    assert setups[-1].time_s - setups[-1].loop_s > setups[0].time_s - setups[0].loop_s
+    for earlier, later in zip(setups, [*setups[1:], last], strict=True):
         assert 0 < later.time_s - earlier.time_s < SILENCE_TIMEOUT_S, "the launcher missed it"
 
 

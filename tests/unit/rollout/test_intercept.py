@@ -1,4 +1,4 @@
-"""The endpoint of a rollout: keys, what is recognised, what is refused and how."""
+"""The endpoint of a rollout: keys, recognized history, refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def play(
     return asyncio.run(main())
 
 
-# --- what comes back is recognised
+# --- recognized history
 
 
 def dropped_reasoning(message: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def sent_back(
     change: Callable[[dict[str, Any]], None],
     reasons: bool = True,
 ) -> Trace:
-    """An agent that calls a tool twice, and changes what it keeps of the first answer."""
+    """An agent that calls a tool twice, and changes its copy of the first answer."""
     says = [
         calls(ARGUMENTS, '{"x": 2}', content="Hm.", reasoning="I think." if reasons else None),
         calls('{"x": 3}', reasoning="Again." if reasons else None),
@@ -114,9 +114,9 @@ def sent_back(
     [
         pytest.param("qwen_vl", {"type": "qwen3_vl"}, False, id="qwen3_vl"),
         pytest.param("qwen_vl", {"type": "qwen3_5"}, True, id="qwen3_5"),
-        # It gives its calls ids of its own, and its template shows them.
+        # It assigns its own call ids, and its template writes them.
         pytest.param("kimi_k25", {}, False, id="kimi_k25"),
-        # A turn ends by the token that opens the next.
+        # A turn ends with the token that opens the next turn.
         pytest.param("glm_v", {}, False, id="glm_v"),
     ],
 )
@@ -148,8 +148,8 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
                 for _ in range(3):
                     await meeting.wait()
                     answer = await client.chat.completions.create(model="m", messages=history)
-                    said = answer.choices[0].message.model_dump(exclude_none=True)
-                    history += [said, {"role": "user", "content": name}]
+                    message = answer.choices[0].message.model_dump(exclude_none=True)
+                    history += [message, {"role": "user", "content": name}]
             return 1.0
 
         async with listening(ScriptedPolicy().app()) as address:
@@ -209,8 +209,8 @@ def test_request_outliving_its_rollout_is_cancelled_without_a_trace(
 
         async def rollout(chat: Chat) -> float:
             client = openai.AsyncOpenAI(base_url=chat.base_url, api_key=chat.api_key)
-            asked = client.chat.completions.create(model="m", messages=[shown(0)])
-            late.append((client, asyncio.ensure_future(asked)))
+            request = client.chat.completions.create(model="m", messages=[shown(0)])
+            late.append((client, asyncio.ensure_future(request)))
             await arrived.wait()
             return 1.0
 
@@ -219,9 +219,9 @@ def test_request_outliving_its_rollout_is_cancelled_without_a_trace(
         async with listening(app) as address:
             with Worker(tiny_model, store, address).player(rollout) as player:
                 played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
-                ((client, asked),) = late
+                ((client, request),) = late
                 with pytest.raises(openai.AuthenticationError) as caught:
-                    await asked
+                    await request
                 assert caught.value.code == "rollout_over"
                 with pytest.raises(openai.AuthenticationError):
                     await client.chat.completions.create(model="m", messages=[shown(0)])
@@ -257,8 +257,8 @@ def test_request_of_a_disconnected_agent_is_cancelled_without_a_trace(
 
         async def rollout(chat: Chat) -> float:
             async with agent(chat) as client:
-                asked = client.chat.completions.create(model="m", messages=[shown(0)])
-                asking = asyncio.ensure_future(asked)
+                request = client.chat.completions.create(model="m", messages=[shown(0)])
+                asking = asyncio.ensure_future(request)
                 await policy.arrived.wait()
                 asking.cancel()
                 await policy.given_up.wait()
@@ -315,11 +315,11 @@ def test_refused_part_is_named_by_path_and_recorded_in_the_trace(
                 with pytest.raises(openai.APIStatusError) as caught:
                     await client.chat.completions.create(model="m", messages=[shown(0), message])
                 params.append(f"messages[1].content[1]{where}")
-                found = (caught.value.status_code, caught.value.param)
-                assert found == (status, params[-1])
+                refusal = (caught.value.status_code, caught.value.param)
+                assert refusal == (status, params[-1])
                 assert caught.value.type == "invalid_request_error"
                 assert caught.value.code and "fix: " in caught.value.body["message"]
-            # A refusal costs nothing: the agent may go on.
+            # A refusal has no cost: the agent may continue.
             await client.chat.completions.create(model="m", messages=[shown(0)])
         return 1.0
 
@@ -327,16 +327,21 @@ def test_refused_part_is_named_by_path_and_recorded_in_the_trace(
     assert not trace.error, trace.error
     assert len(trace.turns) == 1 and trace.forks == {}
     assert len(trace.refused_requests) == len(params)
-    assert all(param in kept for param, kept in zip(params, trace.refused_requests, strict=True))
+    assert all(
+        param in recorded for param, recorded in zip(params, trace.refused_requests, strict=True)
+    )
 
 
 BAD_FIELDS = [
-    ("n", 2), ("n", True), ("stop", ["x"]), ("stop", "x"), ("logit_bias", {"3": 1}),
+    ("n", 0), ("n", True), ("stop", ""), ("stop", ["x"] * 17), ("logit_bias", {"3": 1}),
     ("response_format", {"type": "json_object"}), ("tool_choice", "required"),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}),
+    ("tool_choice", {"type": "function", "function": {"name": "look"}}),
     ("presence_penalty", 0.5), ("frequency_penalty", -1), ("modalities", ["audio"]),
-    ("parallel_tool_calls", False), ("max_tokens", 0), ("max_completion_tokens", -1),
-    ("max_tokens", "many"), ("unheard_of", 1), ("stream_options", 3), ("stream", "yes"),
-    ("tools", {}), ("model", 3), ("logprobs", True), ("top_logprobs", 2), ("functions", [{}]),
+    ("max_tokens", 0), ("max_completion_tokens", -1), ("max_tokens", "many"), ("unheard_of", 1),
+    ("stream_options", 3), ("stream", "yes"), ("tools", {}), ("model", 3), ("logprobs", True),
+    ("top_logprobs", 2), ("functions", [{}]), ("top_p", 0.9), ("top_k", 5), ("min_p", 0.1),
+    ("stop_token_ids", [3]), ("audio", {}), ("web_search_options", {}), ("function_call", "go"),
 ]  # fmt: skip
 
 
@@ -357,11 +362,11 @@ def test_unsupported_field_is_refused_by_name(tiny_model: Path, store: MediaStor
 
 
 def test_rollout_sampling_settings_take_precedence(tiny_model: Path, store: MediaStore) -> None:
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     class Watching(ScriptedPolicy):
         def answer(self, request: Any, digests: Any) -> Any:
-            asked.append(request.sampling_params)
+            requests.append(request.sampling_params)
             return super().answer(request, digests)
 
     async def rollout(chat: Chat) -> float:
@@ -370,15 +375,22 @@ def test_rollout_sampling_settings_take_precedence(tiny_model: Path, store: Medi
                 model="gpt-x",
                 messages=[shown(0)],
                 temperature=0.1,
-                top_p=0.5,
+                top_p=1,
                 seed=7,
                 max_tokens=1000,
                 n=1,
                 tool_choice="none",
+                parallel_tool_calls=False,
                 presence_penalty=0,
+                response_format={"type": "text"},
                 stop=None,
+                store=True,
+                service_tier="flex",
+                metadata={"a": "b"},
+                safety_identifier="s",
+                prompt_cache_key="k",
                 user="me",
-                extra_body={"top_k": 3, "min_p": 0.1},
+                extra_body={"top_k": -1, "min_p": 0.0},
             )
             await client.chat.completions.create(
                 model="gpt-x", messages=[shown(1)], max_completion_tokens=2, temperature=0
@@ -391,9 +403,11 @@ def test_rollout_sampling_settings_take_precedence(tiny_model: Path, store: Medi
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error
-    assert [(p.temperature, p.top_p, p.top_k, p.min_p) for p in asked] == [(1.0, 1.0, 0, 0.0)] * 2
-    assert [p.max_tokens for p in asked] == [6, 2]
-    assert len({p.seed for p in asked} - {7}) == 2
+    assert [(p.temperature, p.top_p, p.top_k, p.min_p) for p in requests] == [
+        (1.0, 1.0, 0, 0.0)
+    ] * 2
+    assert [p.max_tokens for p in requests] == [6, 2]
+    assert len({p.seed for p in requests} - {7}) == 2
 
 
 def test_messages_added_by_the_environment_pass_the_same_checks(
@@ -484,4 +498,4 @@ def test_swapped_images_replace_the_agents_images(tiny_model: Path, store: Media
     assert refs == [donors[0], donors[1], donors[0]] and trace.forks == {}
 
 
-# --- together with the rest of the kit
+# --- with other features

@@ -40,8 +40,8 @@ class Talks(Environment):
         rng = random.Random(task.index)
         for turn in range(2):
             words = "".join(chr(rng.randrange(32, 1200)) for _ in range(rng.randrange(200)))
-            shown = [chat.put(picture(rng.randrange(5)))] if rng.random() < 0.5 else []
-            await chat.send([user(f"{turn} {words}", *shown)])
+            images = [chat.put(picture(rng.randrange(5)))] if rng.random() < 0.5 else []
+            await chat.send([user(f"{turn} {words}", *images)])
         return Outcome(1.0)
 
 
@@ -53,7 +53,7 @@ def picture(number: int) -> Image.Image:
 async def playing(
     env: Environment, renderer: Any, store: MediaStore
 ) -> AsyncIterator[RolloutPlayer]:
-    """A player of `env` against a policy that says random text."""
+    """A player of `env` against a policy that returns random text."""
     runner = web.AppRunner(ScriptedPolicy().app())
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -76,10 +76,10 @@ def test_rollouts_sharing_a_renderer_match_separate_ones(
     tiny_model: Path, store: MediaStore
 ) -> None:
     async def main() -> None:
-        async with playing(Talks(), load_renderer(tiny_model, store), store) as one:
-            together = await asyncio.gather(*(play(one, index) for index in range(NUM_ROLLOUTS)))
+        async with playing(Talks(), load_renderer(tiny_model, store), store) as player:
+            together = await asyncio.gather(*(play(player, index) for index in range(NUM_ROLLOUTS)))
             for index in range(0, NUM_ROLLOUTS, 8):
-                alone, beside = await play(one, index), together[index]
+                alone, beside = await play(player, index), together[index]
                 assert not alone.error and alone.num_images_shown == beside.num_images_shown
                 assert [n.token_ids for n in alone.nodes] == [n.token_ids for n in beside.nodes]
                 assert [n.slots for n in alone.nodes] == [n.slots for n in beside.nodes]
@@ -89,7 +89,7 @@ def test_rollouts_sharing_a_renderer_match_separate_ones(
 
 
 class Slow:
-    """A renderer that works only while the event loop turns: one that it held up would hang."""
+    """A renderer that needs the event loop. If it blocked the loop, it would hang."""
 
     def __init__(self, real: Renderer, loop: asyncio.AbstractEventLoop) -> None:
         self.real, self.loop = real, loop
@@ -120,8 +120,8 @@ class Slow:
 def test_event_loop_runs_while_a_renderer_works(tiny_model: Path, store: MediaStore) -> None:
     async def main() -> None:
         slow = Slow(load_renderer(tiny_model, store), asyncio.get_running_loop())
-        async with playing(Talks(), slow, store) as one:
-            trace = await play(one, 0)
+        async with playing(Talks(), slow, store) as player:
+            trace = await play(player, 0)
         assert not trace.error, trace.error
         assert slow.calls == ["render", "parse", "bridge", "parse"]
 

@@ -1,4 +1,4 @@
-"""Whatever an environment does costs its own rollout, and is reported."""
+"""An environment's failure costs only its own rollout, and is reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sightline.wire.control import RolloutRequest
 
 
 class Returns(Environment):
-    """Earns what it is given, or raises it; speaks to no model."""
+    """Returns or raises a given value, without calling a model."""
 
     name = "returns"
 
@@ -91,5 +91,5 @@ def test_a_secret_in_an_exception_is_masked(play, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MY_KEY", "sk-7d1f0a-never-to-be-seen")
     key = resolve_secret("env:MY_KEY", "api_key")
     for error in (ValueError(f"401 for key {key}"), EnvironmentFailed(key, f"not {key}")):
-        found = play(error).error
-        assert key not in found and "***" in found
+        failure = play(error).error
+        assert key not in failure and "***" in failure

@@ -1,4 +1,4 @@
-"""Which server a turn goes to, and what a server costs that fails in the middle of one."""
+"""The choice of a server for a turn, and the cost of a server that fails during one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sightline.wire.generate import GenerateRequest, SamplingParams
 
 GENERATE = "/inference/v1/generate"
 PATIENT = ProbeTimes(ask_every_s=0.05, timeout_s=60.0, silent_after_s=60.0)
-"""A busy machine may let an answer wait; where nothing listens that is seen at once."""
+"""Times for a busy machine, where answers are slow. A closed port is noticed at once."""
 QUICK = ProbeTimes(ask_every_s=0.05, timeout_s=0.5, silent_after_s=0.5)
 REQUEST = GenerateRequest.of([1, 2], [], SamplingParams(max_tokens=1))
 RUN = "beef"
@@ -66,7 +66,7 @@ def test_rollout_stays_on_its_server_and_rollouts_spread_by_load() -> None:
             assert client.last is not None and client.find_server() is client.last
         assert a.asked[GENERATE] + b.asked[GENERATE] == 120
         assert a.asked[GENERATE] % 3 == 0 and min(a.asked[GENERATE], b.asked[GENERATE]) >= 15
-        # One that is far busier, by what others ask it, is left; and a new rollout avoids it.
+        # A rollout leaves a server that is far busier, and a new rollout avoids it.
         client = router.open_client("r")
         await client.generate(REQUEST)
         mine, other = (a, b) if client.last is router.servers[a.url] else (b, a)
@@ -74,8 +74,8 @@ def test_rollout_stays_on_its_server_and_rollouts_spread_by_load() -> None:
             router.update(ServerList((status(mine, load=load), status(other)), ""))
             assert (client.find_server() is router.servers[mine.url]) == stays
             for index in range(9):
-                found = router.open_client(f"n{index}").find_server()
-                assert found is router.servers[other.url]
+                server = router.open_client(f"n{index}").find_server()
+                assert server is router.servers[other.url]
 
     play(scene)
 
@@ -91,7 +91,7 @@ def test_turn_goes_to_a_server_with_its_version_that_is_not_draining() -> None:
         router.update(ServerList((status(a, version=4), status(b, version=5)), RUN))
         assert (await waiting).choices[0].token_ids == [TOKEN]
         assert (a.asked[GENERATE], b.asked[GENERATE]) == (0, 1)
-        # Another that is ready is better than the own one, while that adopts or ends.
+        # While the rollout's own server adopts or shuts down, another ready server is better.
         for state in (UPDATING, DRAINING):
             router.update(ServerList((status(a, version=5), status(b, state, 5)), RUN))
             assert client.find_server() is router.servers[a.url]
@@ -103,7 +103,7 @@ def test_turn_goes_to_a_server_with_its_version_that_is_not_draining() -> None:
 
 @pytest.mark.parametrize("label", ["4-beef-0123456789abcdef", "9"])
 def test_answer_from_older_weights_is_retried_on_another_server(label: str) -> None:
-    """The list says version 5, and the server was started again meanwhile."""
+    """The list has version 5, and the server was restarted."""
 
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
         a.label, b.label = label, OURS
@@ -133,7 +133,7 @@ def test_server_failure_during_a_turn_is_retried_on_another_server(how: str) -> 
         assert client.last is router.servers[b.url] and a.asked[GENERATE] == 1
         if how == "is removed":
             return
-        # It is taken back when it answers again.
+        # It is used again when it answers.
         assert router.servers[a.url].is_lost
         if how == "dies":
             await a.restart()
@@ -187,11 +187,11 @@ def test_removed_server_is_not_used_and_may_return() -> None:
         await asyncio.wait({probing}, timeout=30)
         assert probing.done(), "nobody asks it any more"
         await a.restart()
-        asked = a.asked["/health"]
+        health = a.asked["/health"]
         router.update(ServerList((status(a), status(b, load=9)), ""))
         assert router.servers[a.url] is lost and len(router._all) == 2
         await router.open_client("s").generate(REQUEST)
-        assert a.asked[GENERATE] == 1 and a.asked["/health"] - asked <= 1
+        assert a.asked[GENERATE] == 1 and a.asked["/health"] - health <= 1
 
     play(scene)
 

@@ -1,4 +1,4 @@
-"""User code that hangs, that does not clean up in time, or that ends more than its rollout."""
+"""User code that hangs, cleans up too slowly, or exits the process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
 MANY = 40
-"""More than an event loop's own pool has threads."""
+"""More than the number of threads in an event loop's own pool."""
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def test_hanging_tools_do_not_block_other_rollouts_and_are_counted(
             await asyncio.to_thread(look, task.split == "hangs")
             return 1.0
         words = '{"hangs": true}' if task.split == "hangs" else '{"hangs": false}'
-        said = AssistantMessage("assistant", tool_calls=(ToolCall("look", words),))
-        await chat.send(await Toolbox(look).run(said, chat.put))
+        answer = AssistantMessage("assistant", tool_calls=(ToolCall("look", words),))
+        await chat.send(await Toolbox(look).run(answer, chat.put))
         return 1.0
 
     async def main() -> None:
@@ -99,7 +99,7 @@ def test_hanging_cleanup_breaks_the_rollout_and_is_counted(
     tiny_model: Path, store: MediaStore
 ) -> None:
     async def main() -> None:
-        goes_on, heard = asyncio.Event(), list[BaseException]()
+        goes_on, errors = asyncio.Event(), list[BaseException]()
 
         async def rollout(task: Task, chat: Any) -> None:
             try:
@@ -109,7 +109,7 @@ def test_hanging_cleanup_breaks_the_rollout_and_is_counted(
                 try:
                     await chat.send([user("still here")])
                 except BaseException as error:
-                    heard.append(error)
+                    errors.append(error)
                     raise
 
         async with playing(Plays(rollout), load_renderer(tiny_model, store), store) as player:
@@ -122,7 +122,7 @@ def test_hanging_cleanup_breaks_the_rollout_and_is_counted(
             assert player.threads.stuck_s() > 0
             goes_on.set()
             await until(lambda: player.threads.stuck_s() == 0)
-            assert isinstance(heard[0], asyncio.CancelledError), "its rollout is over"
+            assert isinstance(errors[0], asyncio.CancelledError), "its rollout is over"
             assert not any(server.client.num_requests for server in player.chats.router._all)
 
     asyncio.run(main())
@@ -151,7 +151,7 @@ def test_timeout_cancels_the_pending_wait_of_a_sync_rollout(play: Trial) -> None
     assert cancelled.wait(60) and ended.wait(60)
 
 
-# --- what is no Exception
+# --- BaseException
 
 
 def test_sys_exit_breaks_the_rollout_but_not_the_worker(play: Trial) -> None:

@@ -1,4 +1,4 @@
-"""Confidence intervals: known values, and that they hold what they promise."""
+"""Confidence intervals: known values and coverage."""
 
 from __future__ import annotations
 

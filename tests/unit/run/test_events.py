@@ -1,4 +1,4 @@
-"""Events: what cannot be written is lost, and ends nothing."""
+"""Events that cannot be written are lost, and do not end the run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def test_unwritable_event_is_counted_and_reported_once(
     for step in (1, 2):
         log.write("train", step, loss=0.5)
     assert log.num_lost == 2
-    said = capsys.readouterr().err
-    assert said.count(f"events are lost, {missing}") == 1 and "fix:" not in said
+    errors = capsys.readouterr().err
+    assert errors.count(f"events are lost, {missing}") == 1 and "fix:" not in errors
     missing.parent.mkdir()
     log.write("train", 3, loss=0.5)
     assert [event.step for event in read_events(missing)] == [3]

@@ -1,4 +1,4 @@
-"""A copy of a run directory: what is written there reaches the run's own, in order."""
+"""A copy of a run directory: its files reach the run's own directory, in order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 
 from sightline.errors import ProcessFailed, WireError
 from sightline.launch.processes import reserve_port
+from sightline.media.http_remote import derive_worker_token
 from sightline.media.stored_file import open_blobs, store_file
 from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.run import EventLog, RunDir
-from sightline.run.mirror import COPIED, RunMirror, join, write_file
+from sightline.run.mirror import COPIED, MEDIA_TOKEN, RunMirror, join, write_file
 from sightline.run.rights import derive_rights
 from sightline.transport.zmq_channel import Hub
 from sightline.view.events import read_events
@@ -54,14 +55,14 @@ def test_trainer_files_are_in_the_run_directory_after_a_flush(tmp_path: Path) ->
         pair.mirror.flush()
         assert pair.own.scores_of(step).read_bytes() == b"scores %d" % step
         assert pair.own.ledger.read_bytes() == b"line\n" * step
-    # Others write there, too: lines are added, and each comes once.
+    # Other processes write there too. Lines are appended, each once.
     assert [event.kind for event in read_events(pair.own.metrics)] == ["state", "train", "train"]
     num_sent = len(pair.sent)
     pair.mirror.flush()
     assert len(pair.sent) == num_sent  # nothing is new
 
 
-def test_checkpoint_is_mirrored_only_when_complete_and_removed_likewise(tmp_path: Path) -> None:
+def test_only_a_complete_checkpoint_and_its_removal_are_mirrored(tmp_path: Path) -> None:
     pair, data = Pair(tmp_path), os.urandom(3 << 20)
     part = pair.copy.checkpoints / ".step_000002.part"
     part.mkdir()
@@ -147,9 +148,9 @@ def test_file_removed_during_listing_is_skipped(
     pair = Pair(tmp_path)
     write_atomic(pair.copy.ledger, b"line\n")
     gone = pair.copy.scores_of(1)
-    found = [("scores/step_000001.msgpack", gone), ("ledger.jsonl", pair.copy.ledger)]
+    entries = [("scores/step_000001.msgpack", gone), ("ledger.jsonl", pair.copy.ledger)]
     with monkeypatch.context() as patch:
-        patch.setattr(pair.mirror, "_iter_files", lambda: iter(found))
+        patch.setattr(pair.mirror, "_iter_files", lambda: iter(entries))
         pair.mirror.flush()
     assert [file.name for file in pair.sent[-1].files] == ["ledger.jsonl"]
 
@@ -160,16 +161,16 @@ def test_joining_process_gets_no_messages_for_its_predecessor() -> None:
     files = (FileChange("config.toml", b""),)
 
     def answer() -> None:
-        found = hub.receive(60.0)
-        assert found is not None
+        received = hub.receive(60.0)
+        assert received is not None
         for message in (ServerList((), ""), FileChanges(files)):
-            hub.send(found[0], control.encode(message))
+            hub.send(received[0], control.encode(message))
 
     with ThreadPoolExecutor(1) as pool, contextlib.closing(hub):
-        answered = pool.submit(answer)
+        future = pool.submit(answer)
         key = derive_rights(secret, "worker-0").channel
         assert join("worker-0", address, key) == files
-        answered.result()
+        future.result()
 
 
 def test_mirrored_file_must_be_inside_the_run_directory(tmp_path: Path) -> None:
@@ -185,13 +186,18 @@ def test_joining_process_gets_the_files_it_needs(tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(os.urandom(2 << 20))
     pair.own.config.write_bytes(b"")
     write_atomic(pair.own.ledger, b"line\n")
-    found = {
+    names = {
         peer: {f.name for f in pair.remote.collect(peer).files} for peer in ("worker-0", "trainer")
     }
-    assert found["worker-0"] == {"config.toml", "run_id", "model/model/config.json"}
-    assert found["trainer"] - found["worker-0"] == {"model/model/model.safetensors", "ledger.jsonl"}
+    assert names["worker-0"] == {"config.toml", "run_id", "model/model/config.json"}
+    assert names["trainer"] - names["worker-0"] == {"model/model/model.safetensors", "ledger.jsonl"}
     for file in pair.remote.collect("trainer").files:
         write_file(tmp_path / "elsewhere", file, pair.blobs)
+    remote = RemoteFiles(pair.own, model, pair.blobs, media_token="of the service")
+    files = {file.name: file.data.decode() for file in remote.collect("worker-0").files}
+    name = f"{pair.own.read_id()}-worker-0"
+    assert files[MEDIA_TOKEN] == derive_worker_token("of the service", name)
+    assert all(file.name != MEDIA_TOKEN for file in remote.collect("trainer").files)
     there = tmp_path / "elsewhere" / "model" / "model" / "model.safetensors"
     assert there.read_bytes() == (model / "model.safetensors").read_bytes()
 

@@ -90,7 +90,7 @@ def changed(**fields: object) -> bytes:
         (b"\x00\xffgarbage", "data is not a trace"),
         (msgspec.msgpack.encode([1, 2]), "data is not a trace"),
         (msgspec.msgpack.encode({"nodes": []}), "missing required field `schema`"),
-        (msgspec.msgpack.encode({"schema": 2}), "schema 2; this sightline reads 1 to 1"),
+        (msgspec.msgpack.encode({"schema": 2}), "schema 2. This sightline reads 1 to 1"),
         (msgspec.msgpack.encode({"schema": 1}), "missing required field `id`"),
         (changed(pixel_values=[0.5]), "unknown field `pixel_values`"),
         (changed(nodes=[{"id": 0}]), r"at `\$.nodes\[0\]`"),
@@ -105,7 +105,7 @@ def test_foreign_bytes_are_refused_with_a_message(data: bytes, says: str) -> Non
 def test_foreign_or_truncated_file_is_refused_with_a_message(tmp_path: Path) -> None:
     path = tmp_path / "step_1.traces"
     path.write_bytes(b"something else")
-    with pytest.raises(WireError, match="not a file of traces"):
+    with pytest.raises(WireError, match="not a trace file"):
         list(read_traces(path))
     write_traces(path, [example("a"), example("b")])
     whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""A turn is known again in other words; everything else is another message."""
+"""A turn is recognized in another form. Everything else is another message."""
 
 from __future__ import annotations
 

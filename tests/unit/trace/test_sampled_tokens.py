@@ -1,4 +1,4 @@
-"""Answers stay the tokens that were sampled, in a real chat format."""
+"""Answers keep the sampled tokens, in a real chat format."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def test_sampled_tokens_are_kept_over_an_equally_long_encoding(
     stop = renderer.stop_token_ids[0]
     trace = Trace(id="t")
     turn = trace.prepare([user("Go.")], renderer)
-    said = [*sampled, stop]
-    node = turn.commit(said, [-1.0] * 3, [PolicySpan(0, 3, version=0, epoch=0)], "stop")
+    completion = [*sampled, stop]
+    node = turn.commit(completion, [-1.0] * 3, [PolicySpan(0, 3, version=0, epoch=0)], "stop")
     assert node.message.text == "asi"
     if way == "prepare":
         following = trace.prepare([user("Go."), assistant("asi"), user("More.")], renderer)
     else:
         following = trace.extend(node.id, [user("More.")], renderer)
-    seen = [*turn.prompt_ids, *said]
-    assert following.prompt_ids[: len(seen)] == seen
+    tokens = [*turn.prompt_ids, *completion]
+    assert following.prompt_ids[: len(tokens)] == tokens
     following.commit([stop], [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
     [branch] = trace.branches()
     assert trace.tokens(branch) == [*following.prompt_ids, stop]

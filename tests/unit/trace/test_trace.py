@@ -1,4 +1,4 @@
-"""Asking, committing and looking: where nodes go and what is refused."""
+"""Prompts, commits and lookups: where nodes go and what is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_closing_tokens_of_a_truncated_turn_open_the_next_node() -> None:
 
 def test_extend_renders_only_the_new_messages() -> None:
     class Counting(ToyRenderer):
-        seen = 0
+        num_rendered = 0
 
         def read_messages(self, messages):
             self.seen += len(messages)
@@ -143,9 +143,9 @@ def test_images_with_other_settings_are_not_shared() -> None:
 def test_turn_with_extra_tokens_is_not_shared_with_its_rendering() -> None:
     trace = Trace(id="t")
     ids = [LETTER + ord("x"), END, NEWLINE, START]
-    said = AssistantMessage(role="assistant", content=text("x"))
+    answer = AssistantMessage(role="assistant", content=text("x"))
     turn = trace.extend(ROOT, [user("hi")], TOY)
-    node = turn.commit(ids, [-1.0] * 4, spans(4), "length", message=said)
+    node = turn.commit(ids, [-1.0] * 4, spans(4), "length", message=answer)
     after = say(trace.extend(node.id, [user("?")], TOY), "y")
     assert trace.path(after.id)[0] == 0 and node.id not in trace.path(after.id)
 

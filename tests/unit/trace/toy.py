@@ -1,6 +1,6 @@
-"""A small honest chat format: letters are tokens, `ab` is one token, images are runs of pads.
+"""A small chat format: letters are tokens, `ab` is one token, images are runs of pads.
 
-A policy may say `a` and then `b`, which the tokenizer would never do: rendering such a history
+A policy may sample `a` and then `b`, which the tokenizer never produces. Rendering such a history
 again gives other tokens than were sampled.
 """
 
@@ -76,8 +76,8 @@ class ToyRenderer:
 
     def parse(self, completion_ids: Sequence[int], tools: Tools | None = None) -> AssistantMessage:
         stopped = completion_ids[-1] == END
-        said = self.decode(completion_ids[:-1] if stopped else completion_ids)
-        return AssistantMessage(role="assistant", content=text(said), stopped=stopped)
+        decoded = self.decode(completion_ids[:-1] if stopped else completion_ids)
+        return AssistantMessage(role="assistant", content=text(decoded), stopped=stopped)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join("ab" if i == AB else chr(i - LETTER) for i in token_ids)
@@ -114,7 +114,7 @@ def digests(slots: Sequence[Slot]) -> list[str | None]:
 
 
 def say(turn: Turn, words: str, stop: bool = True, version: int = 0):
-    """Commits what a policy that spells `ab` with two tokens would answer."""
+    """Commit the answer of a policy that samples `ab` as two tokens."""
     ids = [LETTER + ord(c) for c in words] + [END] * stop
     return turn.commit(
         ids,
@@ -126,7 +126,7 @@ def say(turn: Turn, words: str, stop: bool = True, version: int = 0):
 
 
 def talk(trace: Trace, *exchanges: tuple[list[Message], str], leaf: int = -1) -> int:
-    """Plays exchanges of new messages and answers; returns the last node's id."""
+    """Plays exchanges of new messages and answers. Returns the last node's id."""
     for new, words in exchanges:
         leaf = say(trace.extend(leaf, new, ToyRenderer()), words).id
     return leaf

@@ -26,13 +26,14 @@ from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.lora import plain_parameters
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.snapshot import ShardReader, restore_model, take_snapshot
 from sightline.wire.sample import Batch, Sample
 
 
 class Critic(Algorithm):
-    """Values by one linear layer; keeps the batches that it was asked for."""
+    """Computes values with one linear layer, and keeps the batches that it receives."""
 
     needs = Needs(values=True)
 
@@ -57,7 +58,7 @@ class Critic(Algorithm):
 
 
 class Student(Critic):
-    """Advantages by a teacher's logprobs."""
+    """Advantages from a teacher's logprobs."""
 
     needs = Needs(teacher_logprobs=True)
 
@@ -77,7 +78,7 @@ def build(model: Path, store: MediaStore, algorithm: Algorithm, **trainer: Any) 
 
 
 def without_advantages(samples: Sequence[Sample]) -> list[Sample]:
-    """As the orchestrator writes them: the trainer computes the advantages."""
+    """Return samples as the orchestrator writes them, without advantages."""
     return [
         msgspec.structs.replace(
             sample,
@@ -97,19 +98,19 @@ def prepare(
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
     settings = learner.algorithm.settings
     preparer = BatchPreparer(
-        learner.family, materializer, PackSize(limit, 4096), BadMediaPolicy(max_bad_fraction=1.0),
+        MicroBatchPixels(materializer), PackSize(limit, 4096), BadMediaPolicy(max_bad_fraction=1.0),
         algorithm=learner.algorithm, num_minibatches=settings.minibatches, **options,
     )  # fmt: skip
     return preparer.prepare(Batch(1, samples), "")
 
 
 def advantages_by_trace(ready: ReadyBatch) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    by_trace: dict[str, list[float]] = {}
     for micro_batch in ready.micro_batches:
         advantages = micro_batch.batch.advantages.numpy()
         for origin in micro_batch.batch.origins:
-            found.setdefault(origin.trace_id, []).extend(advantages[origin.start : origin.stop])
-    return found
+            by_trace.setdefault(origin.trace_id, []).extend(advantages[origin.start : origin.stop])
+    return by_trace
 
 
 @pytest.mark.parametrize("cost", ["image", "length"])
@@ -138,8 +139,8 @@ def test_lost_sample_does_not_change_its_siblings_baseline(
 def test_stored_advantages_are_used_unchanged(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=3, seed=1)
     learner = build(tiny_model, store, making.algorithm())
-    found = advantages_by_trace(prepare(learner, store, samples))
-    assert found == {s.trace_id: s.get_advantages().tolist() for s in samples}
+    advantages = advantages_by_trace(prepare(learner, store, samples))
+    assert advantages == {s.trace_id: s.get_advantages().tolist() for s in samples}
 
 
 def run_step(
@@ -164,10 +165,10 @@ def test_scores_are_computed_before_the_first_update(
 ) -> None:
     single, once = run_step(tiny_model, store, 1, 1)
     several, often = run_step(tiny_model, store, epochs, minibatches)
-    wanted, found = logprobs_of(single), logprobs_of(several)
-    assert wanted.keys() == found.keys()
+    wanted, logprobs = logprobs_of(single), logprobs_of(several)
+    assert wanted.keys() == logprobs.keys()
     for key, row in wanted.items():
-        np.testing.assert_allclose(found[key], row, atol=2e-5)
+        np.testing.assert_allclose(logprobs[key], row, atol=2e-5)
     assert several.metrics["mismatch_kl"] == pytest.approx(single.metrics["mismatch_kl"], rel=1e-4)
     assert several.metrics["trained_tokens"] == single.metrics["trained_tokens"]
     assert several.metrics["tokens"] > 0 and several.metrics["entropy"] is not None
@@ -183,14 +184,14 @@ def test_minibatch_is_weighted_like_a_batch_and_keeps_groups_whole(
     learner = build(tiny_model, store, making.algorithm(minibatches=3))
     samples = making.samples(tiny_model, store, count=12, seed=2)
     ready = prepare(learner, store, samples)
-    seen: set[str] = set()
+    sizes: set[str] = set()
     for places in ready.minibatches:
         batches = [ready.micro_batches[at].batch for at in places]
         assert sum(float(b.loss_weight.numpy().sum()) for b in batches) == pytest.approx(1.0)
         groups = {origin.group_id for b in batches for origin in b.origins}
-        assert groups and not groups & seen
-        seen |= groups
-    assert seen == {sample.group_id for sample in samples}
+        assert groups and not groups & sizes
+        sizes |= groups
+    assert sizes == {sample.group_id for sample in samples}
     orders = [learner._order_minibatches(ready, epoch) for epoch in range(8)]
     assert len({tuple(order) for order in orders}) > 1
     assert orders == [learner._order_minibatches(ready, epoch) for epoch in range(8)]
@@ -261,9 +262,9 @@ def test_a_teachers_logprobs_are_aligned_with_tokens(
     [batch] = student.batches
     assert batch.teacher_logprobs is not None
     teacher = build(tmp_path / "teacher", store, making.algorithm())
-    for sample, found in zip(batch.samples, batch.teacher_logprobs, strict=True):
+    for sample, teacher_logprobs in zip(batch.samples, batch.teacher_logprobs, strict=True):
         [micro_batch] = prepare(teacher, store, [sample], 10**6).with_pixels().micro_batches
-        np.testing.assert_allclose(found, teacher.score(micro_batch), atol=2e-5)
+        np.testing.assert_allclose(teacher_logprobs, teacher.score(micro_batch), atol=2e-5)
     for tokens in student.tokens:
         torch.testing.assert_close(tokens.advantages, tokens.teacher_logprobs)
 
@@ -278,7 +279,7 @@ def test_a_teacher_of_another_family_is_refused(
 
 
 class Inspecting(Critic):
-    """Plain policy gradient that keeps what it was given."""
+    """Plain policy gradient that records its inputs."""
 
     def advantages(self, batch: RolloutBatch) -> list[np.ndarray]:
         return [np.ones(len(sample.trained)) for sample in batch.samples]

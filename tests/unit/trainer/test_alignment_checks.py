@@ -1,4 +1,4 @@
-"""Tripwires: each kind of misalignment is named before the forward pass."""
+"""Checks before the forward pass: each kind of misalignment is named."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sightline.pack import PackSize, pack
 from sightline.pixels import Materializer
 from sightline.trainer.alignment_checks import check_features, check_micro_batch, check_patches
 from sightline.trainer.feed import BatchPreparer
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch
@@ -91,13 +92,13 @@ def test_patches_and_features_are_counted_against_grids_and_pads(
 def test_the_learner_checks_every_micro_batch_before_its_forward_pass(
     tiny_model: Path, store: MediaStore, way: str
 ) -> None:
-    """The second of two has a pad id in place of a word, which a model would accept."""
+    """The second sample has a pad id in place of a word, which a model would accept."""
     samples = making.samples(tiny_model, store, count=2)
     learner = making.build_learner(
         making.model_config(tiny_model), making.trainer_config(), store, steps=10
     )
     preparer = BatchPreparer(
-        learner.family, Materializer(learner.family, store, 1 << 24), PackSize(1, 1)
+        MicroBatchPixels(Materializer(learner.family, store, 1 << 24)), PackSize(1, 1)
     )
     ready = preparer.prepare(Batch(1, samples), "")
     first, second = ready.micro_batches

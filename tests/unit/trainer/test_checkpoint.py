@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -51,6 +52,36 @@ def flip_a_byte(path: Path) -> None:
 
 def steps_of(run_dir: RunDir) -> list[int]:
     return [int(path.name[5:]) for path in sorted(run_dir.checkpoints.glob("step_*"))]
+
+
+def test_checkpoint_is_on_the_disk_before_its_name_and_its_name_before_older_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut, a batch is gone only if the checkpoint that covers it is complete."""
+    calls: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def watched_fsync(handle: int) -> None:
+        calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+        fsync(handle)
+
+    def watched_rename(source: Path, target: Path) -> None:
+        calls.append(("rename", Path(target).name))
+        rename(source, target)
+
+    model = torch.nn.Linear(2, 2)
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    saver = CheckpointSaver(checkpoints, ParallelDims(), 1, 0, train_vision=True)
+    saver.on_complete = lambda: calls.append(("announce", ""))
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "rename", watched_rename)
+    saver.save(1, model, torch.optim.AdamW(model.parameters()), last=False)
+    saver.background_task.wait()
+    part, whole = ".step_000001.part", "step_000001"
+    order = [("sync", part), ("rename", whole), ("sync", "checkpoints"), ("announce", "")]
+    assert [call for call in calls if call in order][-4:] == order
+    files = {name for _, name in calls[: calls.index(("rename", whole))]}
+    assert {"rank_000.safetensors", part} <= files
 
 
 def test_corrupt_checkpoint_is_named_and_the_previous_one_used(
@@ -173,8 +204,8 @@ def test_any_rows_can_be_read_from_any_sharding(
     files = []
     for start, stop in zip(edges, edges[1:], strict=False):
         place = {"model/w": (start, rows)}
-        held = ShardSnapshot({"model/w": whole[start:stop].clone()}, place)
-        files += [folder / file.name for file in held.write(folder, f"{start}")]
+        snapshot = ShardSnapshot({"model/w": whole[start:stop].clone()}, place)
+        files += [folder / file.name for file in snapshot.write(folder, f"{start}")]
     shards = ShardReader(files)
     assert shards.full("model/w").equal(whole)
     start, stop = sorted(min(bound, rows) for bound in bounds)
@@ -187,7 +218,7 @@ def test_any_rows_can_be_read_from_any_sharding(
 
 @pytest.mark.parametrize("file_bytes", [FILE_BYTES, 100_000])
 def test_snapshot_is_restored(tiny_model: Path, tmp_path: Path, file_bytes: int) -> None:
-    """Weights, the optimizer's moments, and the numbers that are drawn next."""
+    """Return weights, the optimizer's moments, and the next random numbers."""
     model_config, store = making.model_config(tiny_model), MediaStore(tmp_path / "m")
     first, second = (
         making.build_learner(model_config, making.trainer_config(), store, 5) for _ in "ab"
@@ -195,16 +226,16 @@ def test_snapshot_is_restored(tiny_model: Path, tmp_path: Path, file_bytes: int)
     for parameter in first.forward.model.parameters():
         parameter.grad = torch.rand_like(parameter)
     first.update(1)
-    held = take_snapshot(first.forward.model, first.optimizer, ParallelDims())
-    files = held.write(tmp_path, "rank_000", file_bytes)
+    snapshot = take_snapshot(first.forward.model, first.optimizer, ParallelDims())
+    files = snapshot.write(tmp_path, "rank_000", file_bytes)
     assert (len(files) > 3) == (file_bytes == 100_000)
     drawn = torch.rand(3)
     shards = ShardReader(tmp_path / file.name for file in files)
     restore(shards, second.forward.model, second.optimizer, ParallelDims(), tmp_path)
     assert torch.rand(3).equal(drawn)
     again = take_snapshot(second.forward.model, second.optimizer, ParallelDims())
-    assert again.tensors.keys() == held.tensors.keys()
-    for name, tensor in held.tensors.items():
+    assert again.tensors.keys() == snapshot.tensors.keys()
+    for name, tensor in snapshot.tensors.items():
         assert name.startswith("rng/") or again.tensors[name].equal(tensor), name
 
 
@@ -231,7 +262,7 @@ def test_exported_checkpoint_loads_with_auto_classes(
     exported = load_file(tmp_path / "older" / "model.safetensors")
     source = load_file(tiny_model / "model.safetensors")
     assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in source.items()}
-    # Experts are stored the other way round than transformers, and so the trainer, holds them.
+    # Experts are stored transposed, compared with transformers and the trainer.
     turned = {name for name in source if source[name].shape != published[name].shape}
     assert len(turned) == (4 if kind == "qwen3_vl_moe" else 0)
     assert any(not exported[name].equal(published[name]) for name in published.keys() - turned)

@@ -33,6 +33,7 @@ from sightline.pixels import Materializer
 from sightline.trainer import forward_pass
 from sightline.trainer.blocks import count_compiled_graphs
 from sightline.trainer.feed import BatchPreparer
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire.sample import Batch, Sample
 
 pytestmark = pytest.mark.ranks
@@ -42,7 +43,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def without_shape_checks() -> Iterator[None]:
-    """The compiler would trace the checks of shapes too, and break its graphs at them."""
+    """Disable the shape checks, because the compiler would trace them and break its graphs."""
     was = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
@@ -62,7 +63,7 @@ def deepened(model: Path, target: Path, layers: int) -> Path:
 
 
 def compilations(model: Path, store: MediaStore) -> tuple[int, list[int], int]:
-    """How many blocks there are, the graphs of each step, and how many shapes there were."""
+    """Return the number of blocks, the graphs of each step, and the number of shapes."""
     import torch._dynamo
 
     torch._dynamo.reset()
@@ -70,15 +71,15 @@ def compilations(model: Path, store: MediaStore) -> tuple[int, list[int], int]:
         compile_backend="eager"
     )  # dynamo alone: graphs are what is counted
     learner = making.build_learner(making.model_config(model), config, store, STEPS)
-    found, shapes = [], set()
+    counts, shapes = [], set()
     for step in range(1, STEPS + 1):
         samples = making.samples(model, store, 6, seed=step)
         materializer = Materializer(learner.family, store, 1 << 24)
-        preparer = BatchPreparer(learner.family, materializer, PackSize(160, 4096))
+        preparer = BatchPreparer(MicroBatchPixels(materializer), PackSize(160, 4096))
         ready = preparer.prepare(Batch(step, samples), "")
         shapes |= {len(m.batch.token_ids) for m in ready.micro_batches}
-        found.append(int(learner.step(ready).metrics["compilations"] or 0))
-    return len(learner.forward.blocks()), found, len(shapes)
+        counts.append(int(learner.step(ready).metrics["compilations"] or 0))
+    return len(learner.forward.blocks()), counts, len(shapes)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -89,7 +90,7 @@ def test_compiled_graphs_are_shared_by_blocks_and_shapes(
     many, deep, _ = compilations(deepened(tiny_model, tmp_path / "deep", layers=6), store)
     assert many == 3 * few
     assert sum(deep) == sum(first) > 0, "as many for 12 blocks as for 4"
-    # Attention is called between graphs, so that a block is several; each is compiled for its
+    # Attention is called between graphs, so that a block is several. Each is compiled for its
     # first shape and once more for any other.
     assert shapes > 6 and sum(first) < 2 * shapes * few
     assert sum(first[2:]) <= 2, "shapes that come later find what they need"
@@ -98,22 +99,22 @@ def test_compiled_graphs_are_shared_by_blocks_and_shapes(
 def steps_of(
     draw: Any, model: Path, store: MediaStore, num: int, **changes: object
 ) -> list[tuple[float, int]]:
-    """The norm of each step's gradient, and the graphs that it took."""
+    """Return each step's gradient norm, and the number of graphs that it compiled."""
     import torch._dynamo
 
     torch._dynamo.reset()
     learner = making.build_learner(
         making.model_config(model), making.trainer_config(**changes), store, num
     )
-    found = []
+    losses = []
     for step in range(1, num + 1):
         materializer = Materializer(learner.family, store, 1 << 24)
-        preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
+        preparer = BatchPreparer(MicroBatchPixels(materializer), PackSize(1 << 20, 1 << 20))
         ready = preparer.prepare(Batch(step, draw(model, store, step)), "")
         metrics = learner.step(ready).metrics
         materializer.close()
-        found.append((float(metrics["grad_norm"] or 0), int(metrics["compilations"] or 0)))
-    return found
+        losses.append((float(metrics["grad_norm"] or 0), int(metrics["compilations"] or 0)))
+    return losses
 
 
 def trees(model: Path, store: MediaStore, step: int) -> list[Sample]:
@@ -122,8 +123,8 @@ def trees(model: Path, store: MediaStore, step: int) -> list[Sample]:
 
 def rows(model: Path, store: MediaStore, step: int) -> list[Sample]:
     """From the third step on of one shape, once they are padded."""
-    made = making.samples(model, store, 3 + min(step, 3), seed=min(step, 3))
-    return [msgspec.structs.replace(one, group_id=str(i)) for i, one in enumerate(made)]
+    samples = making.samples(model, store, 3 + min(step, 3), seed=min(step, 3))
+    return [msgspec.structs.replace(sample, group_id=str(i)) for i, sample in enumerate(samples)]
 
 
 def by_mask(
@@ -145,7 +146,7 @@ def by_mask(
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patterns of a GPU; plain arithmetic for its kernels, which has gradients anywhere."""
+    """The attention patterns of a GPU, with plain arithmetic in place of its kernels."""
     from torch.nn.attention import flex_attention as flex
 
     def plain(q: Any, k: Any, v: Any, scaling: float, causal: bool) -> torch.Tensor:
@@ -215,7 +216,7 @@ def test_equal_sized_images_are_also_in_the_graph(tiny_model: Path, store: Media
     grids = [(1, 4, 6)] * 3
     size = (sum(24 for _ in grids), 3 * family.patch**2)
     patches = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
-    found = []
+    grads = []
     for changes in ({}, {"compile_backend": "aot_eager"}):
         torch._dynamo.reset()
         learner = making.build_learner(
@@ -226,9 +227,9 @@ def test_equal_sized_images_are_also_in_the_graph(tiny_model: Path, store: Media
             features = learner.forward.encode(patches, grids)
         learner.forward.model.zero_grad()
         features.square().sum().backward()
-        found.append([p.grad for _, p in learner.forward.vision_parameters()])
+        grads.append([p.grad for _, p in learner.forward.vision_parameters()])
     assert count_compiled_graphs() == before + 1, "the third micro-batch has another graph: cuDNN's"
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Conversations of files: the same from JSONL, parquet and a folder; what is wrong is named."""
+"""Conversations from JSONL, parquet and folders are equal, and errors name their place."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from PIL import Image
 from synthetic_run import SyntheticSize, write_synthetic_run
 from videos import encode_video, noise_frames
 
-from sightline.config import DataConfig, MediaConfig
+from sightline.config import DataConfig
 from sightline.errors import MediaError, MessageError
-from sightline.media import MediaStore
+from sightline.media import ImageIngestor, MediaStore
 from sightline.message import VideoPart
 from sightline.trace import read_traces
 from sightline.trainer.conversations import (
@@ -27,7 +27,6 @@ from sightline.trainer.conversations import (
     TRAIN,
     FileConversations,
     check_rows_for_images,
-    open_conversations,
 )
 from sightline.view.parquet_export import export_samples
 
@@ -41,12 +40,12 @@ def png(shade: int) -> bytes:
 
 
 def rows(num: int = 6) -> list[dict[str, Any]]:
-    """Each shows two images, and says its own number."""
-    shown = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+    """Each shows two images, and contains its own number."""
+    parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
     return [
         {
             "messages": [
-                {"role": "user", "content": shown},
+                {"role": "user", "content": parts},
                 {"role": "assistant", "content": [{"type": "text", "text": f"shade {i}"}]},
             ],
             "images": [{"bytes": png(i), "path": None}, {"bytes": png(100 + i), "path": None}],
@@ -55,7 +54,7 @@ def rows(num: int = 6) -> list[dict[str, Any]]:
     ]
 
 
-def write_jsonl(path: Path, given: list[dict[str, Any]]) -> Path:
+def write_jsonl(path: Path, rows_of_file: list[dict[str, Any]]) -> Path:
     def plain(row: dict[str, Any]) -> dict[str, Any]:
         cells = [
             "data:image/png;base64," + base64.b64encode(cell["bytes"]).decode()
@@ -64,31 +63,32 @@ def write_jsonl(path: Path, given: list[dict[str, Any]]) -> Path:
         return row | {"images": cells}
 
     path = path / "talks.jsonl"
-    path.write_text("".join(json.dumps(plain(row)) + "\n" for row in given))
+    path.write_text("".join(json.dumps(plain(row)) + "\n" for row in rows_of_file))
     return path
 
 
-def table_of(given: list[dict[str, Any]]) -> Any:
+def table_of(rows_of_file: list[dict[str, Any]]) -> Any:
     """With the notes that the `datasets` library writes into a schema."""
-    table = pyarrow.Table.from_pylist(given)
+    table = pyarrow.Table.from_pylist(rows_of_file)
     features = {"images": {"_type": "List", "feature": {"_type": "Image"}}}
     notes = json.dumps({"info": {"features": features}})
     return table.replace_schema_metadata({"huggingface": notes})
 
 
-def write_parquet(path: Path, given: list[dict[str, Any]]) -> Path:
-    pyarrow.parquet.write_table(table_of(given), path / "talks.parquet", row_group_size=2)
+def write_parquet(path: Path, rows_of_file: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(table_of(rows_of_file), path / "talks.parquet", row_group_size=2)
     return path / "talks.parquet"
 
 
-def write_folder(path: Path, given: list[dict[str, Any]]) -> Path:
+def write_folder(path: Path, rows_of_file: list[dict[str, Any]]) -> Path:
     folder = path / "talks"
-    datasets.Dataset(datasets.table.InMemoryTable(table_of(given))).save_to_disk(folder)
+    datasets.Dataset(datasets.table.InMemoryTable(table_of(rows_of_file))).save_to_disk(folder)
     return folder
 
 
 def opened(path: Path, store: MediaStore, **changes: Any) -> FileConversations:
-    return open_conversations(DataConfig(path=str(path), **changes), MediaConfig(), store, seed=0)
+    resolver = ImageIngestor(store)
+    return FileConversations(DataConfig(path=str(path), **changes), store.put, resolver, seed=0)
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet, write_folder])
@@ -113,13 +113,13 @@ def test_cells_may_contain_json_and_tools(tmp_path: Path, store: MediaStore) -> 
     tools = [{"type": "function", "function": {"name": "press", "parameters": {}}}]
     row = {"messages": json.dumps(talk), "tools": json.dumps(tools)}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "t.parquet")
-    found = opened(tmp_path / "t.parquet", store).row(0)
-    assert found.tools == tools and found.messages[1].tool_calls[0].name == "press"
+    parsed_row = opened(tmp_path / "t.parquet", store).row(0)
+    assert parsed_row.tools == tools and parsed_row.messages[1].tool_calls[0].name == "press"
 
 
 def bad_row(content: Any, images: int = 0) -> dict[str, Any]:
-    said = [{"type": "text", "text": "x"}]
-    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": said}]
+    parts = [{"type": "text", "text": "x"}]
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": parts}]
     return {"messages": talk, "images": [{"bytes": png(i)} for i in range(images)]}
 
 
@@ -161,16 +161,16 @@ def test_every_epoch_has_every_row_once_except_held_out_ones(
 ) -> None:
     talks = opened(write_jsonl(tmp_path, rows(10)), store, eval_fraction=0.3)
     assert talks.num_held_out == 3
-    held = {talks.name(i, HELD_OUT) for i in range(3)}
+    names = {talks.name(i, HELD_OUT) for i in range(3)}
     epochs = [[talks.name(7 * e + i, TRAIN) for i in range(7)] for e in range(3)]
-    assert all(set(epoch) | held == {f"row {n}" for n in range(10)} for epoch in epochs)
-    assert len(held) == 3 and epochs[0] != epochs[1] != epochs[2]
+    assert all(set(epoch) | names == {f"row {n}" for n in range(10)} for epoch in epochs)
+    assert len(names) == 3 and epochs[0] != epochs[1] != epochs[2]
     again = opened(tmp_path / "talks.jsonl", store, eval_fraction=0.3)
     assert again.name(15, TRAIN) == epochs[2][1], "whatever was asked for before"
 
 
 def test_part_index_selects_an_image_of_the_row(tmp_path: Path, store: MediaStore) -> None:
-    """As TRL writes them: every part has every key, null where there is none."""
+    """TRL writes every part with every key, null if there is no value."""
     parts = [
         {"type": "image", "text": None, "index": 1},
         {"type": "text", "text": "before", "index": None},
@@ -178,8 +178,11 @@ def test_part_index_selects_an_image_of_the_row(tmp_path: Path, store: MediaStor
     ]
     path = write_parquet(tmp_path, [bad_row(parts, images=2), bad_row(parts[:2], images=2)])
     talks = opened(path, store)
-    shown = talks.row(0).messages[0]
-    assert [store.get(ref) for ref in shown.images] == [png(1), png(0)] and shown.text == "before"
+    message = talks.row(0).messages[0]
+    assert [store.get(ref) for ref in message.images] == [
+        png(1),
+        png(0),
+    ] and message.text == "before"
     with pytest.raises(MessageError, match="row 1: messages: .* image 0 is not shown"):
         talks.row(1)
     (tmp_path / "more").mkdir()
@@ -198,10 +201,10 @@ def test_sharegpt_conversations_place_images_at_placeholders(
 ) -> None:
     talk = [("system", "be brief"), ("human", "<image>\nand <image>?"), ("gpt", "both")]
     path = write_jsonl(tmp_path, [sharegpt(*talk, images=2)])
-    system, user, said = opened(path, store).row(0).messages
-    assert [m.role for m in (system, user, said)] == ["system", "user", "assistant"]
+    system, user, messages = opened(path, store).row(0).messages
+    assert [m.role for m in (system, user, messages)] == ["system", "user", "assistant"]
     assert [getattr(p, "text", "image") for p in user.content] == ["image", "\nand ", "image", "?"]
-    assert [store.get(ref) for ref in user.images] == [png(0), png(1)] and said.text == "both"
+    assert [store.get(ref) for ref in user.images] == [png(0), png(1)] and messages.text == "both"
     plain = bad_row("<image>what?", images=1)
     path = write_jsonl(tmp_path, [plain])
     assert len(opened(path, store).row(0).messages[0].images) == 1, "in OpenAI's form as well"
@@ -216,9 +219,9 @@ def test_output_of_sightline_samples_can_be_read(tmp_path: Path, store: MediaSto
     assert check_rows_for_images(DataConfig(path=str(path)), seed=0)
     talks = opened(path, store)
     for number, trace in enumerate(read_traces(run_dir.traces_of(1))):
-        shown = [ref for message in talks.row(number).messages for ref in message.images]
+        refs = [ref for message in talks.row(number).messages for ref in message.images]
         nodes = [trace.nodes[node] for node in trace.path(trace.turns[-1].id)]
-        assert shown == [ref for node in nodes for ref in node.message.images]
+        assert refs == [ref for node in nodes for ref in node.message.images]
 
 
 def test_rows_may_contain_videos(tmp_path: Path) -> None:
@@ -228,19 +231,19 @@ def test_rows_may_contain_videos(tmp_path: Path) -> None:
     url = "data:video/mp4;base64," + base64.b64encode(clip).decode()
     image = "data:image/png;base64," + base64.b64encode(png(3)).decode()
     frames = [{"image_url": image, "seconds": 0}, {"image_url": image, "seconds": 1}]
-    said = {"role": "assistant", "content": "ok"}
+    messages = {"role": "assistant", "content": "ok"}
     parts = [
         {"type": "video", "video": {"path": "clip.mp4"}},
         {"type": "video_url", "video_url": {"url": url}},
         {"type": "video", "frames": frames},
     ]
-    lines = [{"messages": [{"role": "user", "content": [part]}, said]} for part in parts]
+    lines = [{"messages": [{"role": "user", "content": [part]}, messages]} for part in parts]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = DataConfig(path=str(path), eval_fraction=0.0)
     assert check_rows_for_images(data, seed=0)
     store = MediaStore(tmp_path / "media")
-    found = open_conversations(data, MediaConfig(), store, seed=0)
+    found = FileConversations(data, store.put, ImageIngestor(store), seed=0)
     shown = [found.row(i).messages[0].content[0] for i in range(3)]
     assert sum(part == VideoPart(ref=store.put(clip)) for part in shown) == 2
     assert sum(isinstance(part, VideoPart) and len(part.frames) == 2 for part in shown) == 1

@@ -1,4 +1,4 @@
-"""Packed equals unpacked, tree equals flat, an image encoded once equals one encoded each time."""
+"""Packed equals unpacked, tree equals flat, and an image encoded once equals one encoded twice."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.wire.sample import Batch, Sample
 from tests.contract.cases.anyvlm import write_kind
@@ -36,7 +37,7 @@ def ready(
     learner: Learner, store: MediaStore, samples: list[Sample], limit: PackSize
 ) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, limit)
+    preparer = BatchPreparer(MicroBatchPixels(materializer), limit)
     return preparer.prepare(Batch(1, samples), digest="").with_pixels()
 
 
@@ -45,8 +46,8 @@ def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, tor
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
         learner.backward(micro_batch, metric_sums, StepTimer(learner.device))
-    found = {n: p.grad.clone() for n, p in learner.forward.model.named_parameters()}
-    return metric_sums.read()["loss"], found
+    grads = {n: p.grad.clone() for n, p in learner.forward.model.named_parameters()}
+    return metric_sums.read()["loss"], grads
 
 
 def test_plain_mask_matches_the_flat_pattern() -> None:
@@ -114,9 +115,9 @@ def test_training_is_not_random(store: MediaStore, tmp_path: Path) -> None:
     write_kind("llava", tmp_path)
     config = LlavaConfig.from_pretrained(tmp_path)
     text = config.text_config
-    kept = {name: getattr(text, name) for name in ("vocab_size", "hidden_size", "eos_token_id")}
+    sizes = {name: getattr(text, name) for name in ("vocab_size", "hidden_size", "eos_token_id")}
     config.text_config = Phi3Config(
-        **kept, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, bos_token_id=0,
+        **sizes, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, bos_token_id=0,
         pad_token_id=0, intermediate_size=64, resid_pdrop=0.5, attention_dropout=0.5,
     )  # fmt: skip
     LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
@@ -141,8 +142,8 @@ def test_a_gradient_above_the_bound_is_scaled_to_it(
     norms: list[float] = []
 
     def note(*_: object) -> None:
-        found = [p.grad for p in learner.forward.model.parameters() if p.grad is not None]
-        norms.append(float(torch.cat([g.flatten() for g in found]).norm()))
+        grads = [p.grad for p in learner.forward.model.parameters() if p.grad is not None]
+        norms.append(float(torch.cat([g.flatten() for g in grads]).norm()))
 
     learner.optimizer.register_step_pre_hook(note)
     samples = making.samples(tiny_model, store, count=2)

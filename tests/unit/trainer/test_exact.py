@@ -1,4 +1,4 @@
-"""`[model] exact = true`: one bit of difference is seen, by each of its causes alone."""
+"""`[model] exact = true` detects one bit of difference, for each cause alone."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def passes(model: Path, is_exact: bool, length: int = 150) -> Passes:
 def test_packing_is_exact(model: Path, is_exact: bool) -> None:
     is_same = []
     for length in (1, 5, 150):
-        found = passes(model, is_exact, length)
-        alone = found.train()
-        packed = [found.train(before, after) for before, after in ((3, 0), (64, 77), (1, 700))]
+        outputs = passes(model, is_exact, length)
+        alone = outputs.train()
+        packed = [outputs.train(before, after) for before, after in ((3, 0), (64, 77), (1, 700))]
         is_same += [torch.equal(alone, one) for one in packed]
     assert all(is_same) == is_exact
 
@@ -62,35 +62,35 @@ def test_packing_is_exact(model: Path, is_exact: bool) -> None:
 @BOTH
 @pytest.mark.parametrize("chunks", [[1] * 9 + [141], [7, 64, 13, 66]])
 def test_chunked_prefill_is_exact(model: Path, is_exact: bool, chunks: list[int]) -> None:
-    found = passes(model, is_exact)
-    in_chunks = found.prefill(found.open(), chunks)
-    assert torch.equal(found.train(), in_chunks) == is_exact
+    outputs = passes(model, is_exact)
+    in_chunks = outputs.prefill(outputs.open(), chunks)
+    assert torch.equal(outputs.train(), in_chunks) == is_exact
 
 
 @BOTH
 def test_batch_size_does_not_change_logprobs(model: Path, is_exact: bool) -> None:
-    found = passes(model, is_exact)
-    wanted = found.train()[-12:]
-    beside = found.prefill(found.open(), [140, 10], beside=4)[-12:]
-    kv = found.open()
-    found.prefill(kv, [138])
-    decoded = [found.decode(kv, 138, idle) for idle in (0, 3)]
+    outputs = passes(model, is_exact)
+    wanted = outputs.train()[-12:]
+    beside = outputs.prefill(outputs.open(), [140, 10], beside=4)[-12:]
+    kv = outputs.open()
+    outputs.prefill(kv, [138])
+    decoded = [outputs.decode(kv, 138, idle) for idle in (0, 3)]
     assert all(torch.equal(wanted, one) for one in (beside, *decoded)) == is_exact
 
 
 @BOTH
 def test_reused_keys_and_values_are_exact(model: Path, is_exact: bool) -> None:
-    found = passes(model, is_exact)
-    kv = found.open()
-    found.prefill(kv, [100, 50])
+    outputs = passes(model, is_exact)
+    kv = outputs.open()
+    outputs.prefill(kv, [100, 50])
     kv.share_prefix(0, 1, 97)
-    rest = found.prefill(kv, [20, 33], row=1, start=97)
-    assert torch.equal(found.train()[97:], rest) == is_exact
+    rest = outputs.prefill(kv, [20, 33], row=1, start=97)
+    assert torch.equal(outputs.train()[97:], rest) == is_exact
 
 
 def test_exact_mode_does_not_pack_trees(model: Path, store: MediaStore) -> None:
-    found = passes(model, False)
-    assert not torch.equal(found.train(), found.train_in_tree(shared=70))
+    outputs = passes(model, False)
+    assert not torch.equal(outputs.train(), outputs.train_in_tree(shared=70))
     family = load_family(model, True)
     assert family.packing.kind == "flat" and "exact" in family.packing.description
     learner = making.build_learner(
@@ -98,7 +98,7 @@ def test_exact_mode_does_not_pack_trees(model: Path, store: MediaStore) -> None:
     )
     samples = making.group(model, store, count=4)
     ready = exactness.prepare(learner, model, store, samples, WHOLE, step=1)
-    num_tokens = sum(len(one.batch.token_ids) for one in ready.micro_batches)
+    num_tokens = sum(len(micro_batch.batch.token_ids) for micro_batch in ready.micro_batches)
     assert num_tokens == sum(len(sample.token_ids) for sample in samples)
 
 
@@ -143,23 +143,23 @@ def test_logprobs_equal_the_samplers(
 
 def test_exact_gradients_match_the_default_mode(model: Path, store: MediaStore) -> None:
     samples = making.samples(model, store, count=3)
-    found = []
+    gradients = []
     for is_exact in (True, False):
         config = making.model_config(model, exact=is_exact)
         learner = making.build_learner(config, making.trainer_config(), store, steps=1)
         ready = exactness.prepare(learner, model, store, samples, WHOLE, step=1)
-        for one in ready.micro_batches:
-            learner.backward(one, MetricSums(SUM_NAMES), StepTimer(CPU))
+        for micro_batch in ready.micro_batches:
+            learner.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(CPU))
         grads = {n: p.grad for n, p in learner.forward.model.named_parameters()}
         assert all(grad is not None for grad in grads.values())
-        found.append(grads)
-    floor = 1e-3 * max(float(g.norm()) for g in found[1].values())
-    for name, wanted in found[1].items():
-        difference = float((found[0][name] - wanted).norm()) / max(float(wanted.norm()), floor)
+        gradients.append(grads)
+    floor = 1e-3 * max(float(g.norm()) for g in gradients[1].values())
+    for name, wanted in gradients[1].items():
+        difference = float((gradients[0][name] - wanted).norm()) / max(float(wanted.norm()), floor)
         assert difference < 1e-4, f"{name}: {difference}"
 
 
-# --- what ends a run
+# --- ends of a run
 
 
 def scored(model: Path, store: MediaStore) -> Any:
@@ -177,12 +177,12 @@ def test_one_differing_bit_ends_the_run(model: Path, store: MediaStore) -> None:
     check_same_bits(1, [(batch, logprobs)])
     at = len(logprobs) - 1
     was, logprobs[at] = logprobs[at], np.nextafter(logprobs[at], np.float32(0))
-    with pytest.raises(PolicyMismatch) as found:
+    with pytest.raises(PolicyMismatch) as raised:
         check_same_bits(1, [(batch, logprobs)])
     origin = batch.origins[-1]
     token = int(batch.token_ids.numpy()[batch.trained.numpy()[at]])
     for word in (f"token {token}", f"rollout {origin.trace_id}", repr(was), repr(logprobs[at])):
-        assert word in found.value.problem
+        assert word in raised.value.problem
     check_same_bits(2, [(batch, logprobs)])  # another version sampled it
     logprobs[at] = np.nan
     with pytest.raises(PolicyMismatch):
@@ -192,11 +192,11 @@ def test_one_differing_bit_ends_the_run(model: Path, store: MediaStore) -> None:
 def test_mismatch_is_summed_apart_for_the_current_version(model: Path, store: MediaStore) -> None:
     batch = scored(model, store)
     sampler = batch.logprobs.numpy()
-    found = sum_mismatch(1, [(batch, sampler + np.float32(0.1))] * 2)
+    mismatch = sum_mismatch(1, [(batch, sampler + np.float32(0.1))] * 2)
     num = 2 * len(sampler)
-    assert (found["tokens"], found["fresh_tokens"], found["older_tokens"]) == (num, num, 0)
+    assert (mismatch["tokens"], mismatch["fresh_tokens"], mismatch["older_tokens"]) == (num, num, 0)
     kl = np.expm1(0.1) - 0.1
-    assert found["fresh_kl"] == pytest.approx(num * kl, rel=1e-4) and found["older_kl"] == 0
+    assert mismatch["fresh_kl"] == pytest.approx(num * kl, rel=1e-4) and mismatch["older_kl"] == 0
     assert sum_mismatch(2, [(batch, sampler.copy())])["older_tokens"] == len(sampler)
 
 
@@ -213,7 +213,7 @@ def test_batch_dependent_attention_is_refused(model: Path, monkeypatch: pytest.M
         return q + q.mean()
 
     monkeypatch.setattr(exact.ExactPattern, "_attend", attend)
-    with pytest.raises(ConfigError, match="other bits alone than between 3 and 77"):
+    with pytest.raises(ConfigError, match="change when 3 and 77 others surround them"):
         load_model(model, load_family(model), "cpu", "float32", ("cpu", "float32"))
 
 
@@ -276,11 +276,11 @@ def test_convolution_over_single_patches_equals_a_matmul() -> None:
     plain.square().sum().backward()
     wanted = [module.weight.grad.clone(), module.bias.grad.clone()]
     module.zero_grad()
-    found = compute(patches)
-    found.square().sum().backward()
-    torch.testing.assert_close(found, plain)
+    features = compute(patches)
+    features.square().sum().backward()
+    torch.testing.assert_close(features, plain)
     torch.testing.assert_close([module.weight.grad, module.bias.grad], wanted, atol=1e-3, rtol=1e-4)
     with torch.no_grad():
-        assert torch.equal(compute(patches[5:6]), found[5:6])
+        assert torch.equal(compute(patches[5:6]), features[5:6])
         wide = torch.randn(1, 3, 2, 8, 8)  # several patches a row go the way of the module
         assert torch.equal(compute(wide), module(wide))

@@ -1,4 +1,4 @@
-"""A frozen tower sees an image once: what it made is kept, within bytes, and changes nothing."""
+"""A frozen tower encodes an image once. The cache is bounded and changes no result."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from sightline.pixels import Materializer
 from sightline.trainer import forward_pass
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire.sample import Batch
 
 
 class Counted:
-    """The model's own torch half, with the images counted that go through its tower."""
+    """The model's own torch half, which counts the images that go through its tower."""
 
     def __init__(self, learner: Learner) -> None:
         self.num, self.rows = 0, 0
@@ -29,9 +30,9 @@ class Counted:
 
         def count(patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
             self.num += len(grids)
-            made = encode(patches, grids)
-            self.rows += len(made)
-            return made
+            encoded_items = encode(patches, grids)
+            self.rows += len(encoded_items)
+            return encoded_items
 
         learner.forward.encode = count  # type: ignore[method-assign]
 
@@ -49,7 +50,7 @@ def ready(learner: Learner, store: MediaStore, model: Path, step: int) -> ReadyB
     """The same images at every step, in several micro-batches."""
     samples = making.samples(model, store, count=6, seed=5)
     materializer = Materializer(learner.family, store, 1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(96, 4096))
+    preparer = BatchPreparer(MicroBatchPixels(materializer), PackSize(96, 4096))
     made = preparer.prepare(Batch(step, samples), "")
     assert len(made.micro_batches) > 2 and made.num_items > 4
     return made
@@ -67,13 +68,13 @@ def test_frozen_tower_encodes_an_image_once_for_all_steps(
     assert learner.features is learner.reference.features
     cache = learner.features.cache
     assert counted.num == batches[0].num_items == cache.encoded == len(cache)
-    shown = sum(len(m.batch.items) for batch in batches for m in batch.micro_batches)
-    assert cache.hits == 2 * shown - cache.encoded, "the model's and the reference's"
+    num_images = sum(len(m.batch.items) for batch in batches for m in batch.micro_batches)
+    assert cache.hits == 2 * num_images - cache.encoded, "the model's and the reference's"
     assert cache.evicted == 0 and 0 < cache.bytes_held <= cache.maxsize
 
 
 def test_feature_cache_does_not_change_any_bit(tiny_model: Path, store: MediaStore) -> None:
-    found = []
+    losses = []
     for cache_mb, max_bytes in ((256, None), (0, None), (256, 3000)):
         learner = learner_of(tiny_model, store, train_vision=False, cache_mb=cache_mb)
         assert learner.features is not None
@@ -84,11 +85,11 @@ def test_feature_cache_does_not_change_any_bit(tiny_model: Path, store: MediaSto
             for step in (1, 2, 3)
         ]
         weights = {n: p.detach().clone() for n, p in learner.forward.model.named_parameters()}
-        found.append((norms, weights, learner.features.cache))
-    for norms, weights, _ in found[1:]:
-        assert norms == found[0][0]
-        assert all(weights[name].equal(tensor) for name, tensor in found[0][1].items())
-    _, none, some = (cache for _, _, cache in found)
+        losses.append((norms, weights, learner.features.cache))
+    for norms, weights, _ in losses[1:]:
+        assert norms == losses[0][0]
+        assert all(weights[name].equal(tensor) for name, tensor in losses[0][1].items())
+    _, none, some = (cache for _, _, cache in losses)
     assert len(none) == none.bytes_held == none.hits == 0
     assert some.evicted > 0 and 0 < some.bytes_held <= 3000
 

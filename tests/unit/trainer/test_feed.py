@@ -1,4 +1,4 @@
-"""Bad media costs the samples that show it, is counted, and stops the run past its budget."""
+"""Bad media costs the samples that show it, is counted, and stops the run above its budget."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIMIT = PackSize(1 << 20, 1 << 20)
 def preparer(model: Path, store: MediaStore, budget: float) -> BatchPreparer:
     family = load_family(model)
     policy = BadMediaPolicy(max_bad_fraction=budget)
-    return BatchPreparer(family, Materializer(family, store, 1 << 24), LIMIT, policy)
+    return BatchPreparer(MicroBatchPixels(Materializer(family, store, 1 << 24)), LIMIT, policy)
 
 
 def with_image(samples: list[Sample]) -> Sample:
@@ -58,7 +58,7 @@ def test_missing_image_drops_only_its_samples(tiny_model: Path, store: MediaStor
 
 
 def test_pixel_difference_of_one_level_is_refused(tiny_model: Path, store: MediaStore) -> None:
-    """The sampler saw the image with one value changed: its digest is another."""
+    """The sampler's image has one changed value, so its digest differs."""
     samples = making.samples(tiny_model, store, count=4)
     sample = with_image(samples)
     family = load_family(tiny_model)
@@ -67,8 +67,8 @@ def test_pixel_difference_of_one_level_is_refused(tiny_model: Path, store: Media
     patches[0, 0] ^= 1
     from sightline.pixels import pixel_digest
 
-    seen = pixel_digest(item, patches)
-    slots = [Slot(s.offset, s.length, s.item, seen) for s in sample.slots]
+    digest = pixel_digest(item, patches)
+    slots = [Slot(s.offset, s.length, s.item, digest) for s in sample.slots]
     wrong = msgspec.structs.replace(sample, slots=slots)
     ready = preparer(tiny_model, store, budget=1.0).prepare(Batch(1, [wrong]), "")
     assert ready.bad == {"PixelMismatch": 1}
@@ -176,7 +176,7 @@ def test_sample_without_pixel_digests_does_not_train_by_default(
 def test_unreadable_store_ends_the_step_and_drops_no_sample(
     tiny_model: Path, store: MediaStore
 ) -> None:
-    """It may heal, and the batch is then trained whole."""
+    """The fault may be temporary. The batch is then trained in full."""
     samples = making.samples(tiny_model, store, count=4)
     path = store.path(with_image(samples).items[0].ref.digest)
     path.unlink()
@@ -199,7 +199,9 @@ def test_other_processor_settings_are_refused(tiny_model: Path, store: MediaStor
     samples = making.samples(tiny_model, store, count=4)
     family = load_family(tiny_model, max_pixels=4096)
     other = BatchPreparer(
-        family, Materializer(family, store, 1 << 24), LIMIT, BadMediaPolicy(max_bad_fraction=1.0)
+        MicroBatchPixels(Materializer(family, store, 1 << 24)),
+        LIMIT,
+        BadMediaPolicy(max_bad_fraction=1.0),
     )
     with pytest.raises(FingerprintMismatch):
         other.prepare(Batch(1, samples), "")
@@ -222,7 +224,7 @@ def test_the_feed_hands_out_batches_in_order_and_refuses_a_gap(
 
 
 def test_unannounced_batch_is_refused(tiny_model: Path, store: MediaStore) -> None:
-    """One that can be read, and differs by a bit of an advantage."""
+    """A readable batch with one changed bit in an advantage."""
     [sample] = making.samples(tiny_model, store, count=1)
     data = Batch(1, [sample]).to_bytes()
     at = data.index(sample.advantages.data)

@@ -1,4 +1,4 @@
-"""LoRA: what trains, what others see of it, and what peft reads."""
+"""LoRA: what trains, what is published, and what peft reads."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from sightline.trainer.lora import (
     describe_adapter_base,
     plain_parameters,
 )
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire.sample import Batch
 
 BOTH = {"rank": 4, "alpha": 8.0, "vision_targets": ("*",)}
@@ -47,7 +48,7 @@ def learner_of(model: Path, store: MediaStore, train_vision: bool = True, **lora
 
 def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:
     materializer = Materializer(learner.family, store, 1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
+    preparer = BatchPreparer(MicroBatchPixels(materializer), PackSize(1 << 20, 1 << 20))
     return preparer.prepare(Batch(1, making.samples(model, store, count=4)), "")
 
 
@@ -155,7 +156,7 @@ def test_export_writes_a_plain_checkpoint_and_peft_adapters(
 def test_unmerged_publish_is_bit_identical_to_merged(
     store: MediaStore, tmp_path: Path, lora: dict[str, Any], dtype: str
 ) -> None:
-    """The trainer's weights are float32; a checkpoint, and engines, have `dtype`."""
+    """The trainer's weights are float32. Checkpoints and engines have `dtype`."""
     checkpoint = tmp_path / "tiny"
     write_tiny("qwen_vl", checkpoint, seed=0, dtype=dtype)
     model = trained(checkpoint, store, **lora).forward.model
@@ -166,10 +167,10 @@ def test_unmerged_publish_is_bit_identical_to_merged(
             ("adapter", describe_adapter_base(model, MODEL_DTYPES[dtype])),
         )
     }
-    given = {kind: read_weights(path) for kind, (path, _) in published.items()}
+    weights = {kind: read_weights(path) for kind, (path, _) in published.items()}
     served = load_model(checkpoint, load_family(checkpoint), "cpu", dtype).model
     base = {name: parameter.detach() for name, parameter in served.named_parameters()}
-    merged, theirs = given["merged"][1], AdapterBase(lambda: base).merge(*given["adapter"])
+    merged, theirs = weights["merged"][1], AdapterBase(lambda: base).merge(*weights["adapter"])
     assert merged.keys() == theirs.keys()
     for name, tensor in merged.items():
         assert torch.equal(theirs[name].to(tensor.dtype), tensor), name
@@ -207,7 +208,7 @@ def test_run_with_adapters_resumes_bit_identically(tiny_model: Path, tmp_path: P
 
 
 def test_every_family_supports_adapters(tmp_path: Path, store: MediaStore) -> None:
-    """Names of layers differ from family to family; patterns and blocks are all that is known."""
+    """Layer names differ between families, so only patterns and blocks are used."""
     model = tmp_path / "kimi"
     write_tiny("kimi_k25", model, seed=0)
     forward = load_model(model, load_family(model), "cpu", "float32")
@@ -215,6 +216,6 @@ def test_every_family_supports_adapters(tmp_path: Path, store: MediaStore) -> No
     names = add_adapters(forward, LoraConfig(**BOTH), train_vision=True, seed=0)
     assert len(names) > 4
     gather = build_merge_gather(forward.model)
-    found = {name: gather(p) for name, p in plain_parameters(forward.model).items()}
-    assert found.keys() == before.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    tensors = {name: gather(p) for name, p in plain_parameters(forward.model).items()}
+    assert tensors.keys() == before.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())

@@ -15,6 +15,7 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.shard import full_tensor
 from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.wire.sample import Batch
@@ -32,9 +33,9 @@ def build(model: Path, store: MediaStore) -> tuple[Learner, ReadyBatch]:
     config = making.model_config(model, dtype="bfloat16")
     learner = making.build_learner(config, settings, store, steps=4)
     samples = making.samples(model, store, count=4)
-    size = PackSize(max(len(one.token_ids) for one in samples), 1 << 20)
+    size = PackSize(max(len(sample.token_ids) for sample in samples), 1 << 20)
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, size)
+    preparer = BatchPreparer(MicroBatchPixels(materializer), size)
     ready = preparer.prepare(Batch(1, samples), digest="").with_pixels()
     materializer.close()
     assert len(ready.micro_batches) > 2
@@ -43,23 +44,26 @@ def build(model: Path, store: MediaStore) -> tuple[Learner, ReadyBatch]:
 
 def gradients(learner: Learner) -> list[torch.Tensor]:
     groups = learner.optimizer.param_groups
-    found = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    assert found
-    return [full_tensor(grad).clone() for grad in found]
+    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    assert grads
+    return [full_tensor(grad).clone() for grad in grads]
 
 
 def test_step_gradients_match_separate_micro_batch_gradients(
     tiny_model: Path, store: MediaStore
 ) -> None:
     learner, ready = build(tiny_model, store)
-    for one in ready.micro_batches:
-        learner.backward(one, MetricSums(SUM_NAMES), StepTimer(learner.device))
+    for micro_batch in ready.micro_batches:
+        learner.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(learner.device))
     wanted = gradients(learner)
     learner, ready = build(tiny_model, store)
     learner.config = learner.config.model_copy(update={"max_grad_norm": 1e9})
     learner.step(ready)
-    found = gradients(learner)
-    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+    step_gradients = gradients(learner)
+    assert all(
+        torch.equal(micro_batch, other)
+        for micro_batch, other in zip(wanted, step_gradients, strict=True)
+    )
 
 
 def test_parameters_are_gathered_again_after_an_update(tiny_model: Path, store: MediaStore) -> None:

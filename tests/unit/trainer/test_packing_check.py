@@ -18,6 +18,7 @@ from sightline.pack.single import take_sequences
 from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer, ReadyBatch, ReadyMicroBatch
 from sightline.trainer.learner import Learner
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.packing_check import describe_suspect, measure_packing
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.wire.array import Array
@@ -35,7 +36,9 @@ def learner(tiny_model: Path, store: MediaStore) -> Learner:
 
 def ready(learner: Learner, store: MediaStore, samples: list[Sample]) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    return BatchPreparer(learner.family, materializer, WHOLE).prepare(Batch(1, samples), digest="")
+    return BatchPreparer(MicroBatchPixels(materializer), WHOLE).prepare(
+        Batch(1, samples), digest=""
+    )
 
 
 @pytest.mark.parametrize("kind", ["flat", "tree"])
@@ -46,9 +49,9 @@ def test_a_sequence_taken_from_a_pack_equals_its_sample(
     make = making.samples if kind == "flat" else making.group
     samples = make(tiny_model, store, 4)
     [packed] = pack(samples, 1, family, WHOLE)
-    taken = list(take_sequences(packed))
-    assert len(taken) == len(samples)
-    for single, kept in taken:
+    sequences = list(take_sequences(packed))
+    assert len(sequences) == len(samples)
+    for single, sequence in sequences:
         ids = single.token_ids.numpy().tolist()
         [sample] = [s for s in samples if s.token_ids.numpy()[: len(ids)].tolist() == ids]
         assert int(sample.trained.numpy()[-1]) == len(ids) - 1
@@ -57,10 +60,10 @@ def test_a_sequence_taken_from_a_pack_equals_its_sample(
             whole = getattr(alone, name).numpy()[..., : len(ids)]
             np.testing.assert_array_equal(getattr(single, name).numpy(), whole)
         assert set(sample.trained.numpy().tolist()) <= set(single.trained.numpy().tolist())
-        assert len(single.trained) == len(kept)
+        assert len(single.trained) == len(sequence)
         slots = {(slot.offset, slot.length, packed.items[slot.item].item) for slot in single.slots}
-        shown = [slot for slot in alone.slots if slot.end <= len(ids)]
-        assert slots == {(s.offset, s.length, alone.items[s.item].item) for s in shown}
+        own_slots = [slot for slot in alone.slots if slot.end <= len(ids)]
+        assert slots == {(s.offset, s.length, alone.items[s.item].item) for s in own_slots}
 
 
 def test_the_trainer_is_suspected_if_its_pack_changes_a_sequence(
@@ -72,7 +75,7 @@ def test_the_trainer_is_suspected_if_its_pack_changes_a_sequence(
     score = learner.score
 
     def leak(micro_batch: ReadyMicroBatch) -> np.ndarray:
-        """Score with each token seeing all tokens before it, those of its neighbours too."""
+        """Score with each token attending to all tokens before it, across sequences."""
         ends = np.full_like(micro_batch.batch.subtree_end.numpy(), len(micro_batch.batch.token_ids))
         leaky = msgspec.structs.replace(micro_batch.batch, subtree_end=Array.of(ends, "int32"))
         return score(replace(micro_batch, batch=leaky))

@@ -1,4 +1,4 @@
-"""`[trainer] pixel_cache_mb` bounds what a machine holds of pixels, however large a batch is."""
+"""`[trainer] pixel_cache_mb` bounds a machine's memory for pixels, for any batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sightline.algo.algorithm import AlgorithmLoss
 from sightline.algo.losses import LossInputs
 from sightline.errors import MediaError, ProcessFailed
 from sightline.families import Family, load_renderer
-from sightline.families.device_copy import round_pinned
+from sightline.families.device_copy import allocate_rows, round_pinned
 from sightline.media import MediaStore
 from sightline.message import assistant, user
 from sightline.pack import PackSize
@@ -28,7 +28,7 @@ from sightline.pixels import Materializer, Pixels
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.build import build_pixels
 from sightline.trainer.feed import BatchPrefetcher, BatchPreparer
-from sightline.trainer.micro_batch_pixels import MicroBatchPixels, allocate_patches
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.sft import build_sample
 from sightline.wire import MediaItem
 from sightline.wire.sample import Batch, Sample
@@ -52,7 +52,7 @@ def screens(model: Path, store: MediaStore, count: int, images: int) -> list[Sam
 
 
 class Live:
-    """Counts the bytes of every array of patches, from its making until nobody holds it."""
+    """Counts the bytes of every array of patches while it exists."""
 
     def __init__(self, family: Family) -> None:
         self._family, self._lock = family, threading.Lock()
@@ -65,7 +65,7 @@ class Live:
         return self._count(self._family.patches(image, item))
 
     def allocate(self, num: int, values: int) -> np.ndarray:
-        return self._count(allocate_patches(num, values))
+        return self._count(allocate_rows(num, values))
 
     def _count(self, array: np.ndarray) -> np.ndarray:
         self._add(array.nbytes)
@@ -88,7 +88,7 @@ class EagerMaterializer(Materializer):
     def submit(self, item: MediaItem, keep: bool = True) -> Future[Pixels]:
         future = super().submit(item, keep)
         wait([future])
-        # A thread of a pool holds its last result a moment longer. It is gone once all threads
+        # A pool's thread keeps its last result for a moment. It is released once all threads
         # have met.
         with self._one_at_a_time:
             meeting = threading.Barrier(self.threads + 1)
@@ -101,14 +101,14 @@ class EagerMaterializer(Materializer):
 def train(
     model: Path, store: MediaStore, samples: list[Sample], budget: int
 ) -> tuple[dict[str, torch.Tensor], int, int]:
-    """Weights after two steps, the most that was held of pixels, and how many images were made."""
+    """Return the weights after two steps, the peak of pixel bytes, and the number of images."""
     config = making.trainer_config()
     learner = making.build_learner(making.model_config(model), config, store, steps=10)
     live = Live(learner.family)
     materializer = EagerMaterializer(live, store, budget // 2, threads=2)
     pixels = MicroBatchPixels(materializer, budget // 2 * 7 // 8, live.allocate)
     unverified = BadMediaPolicy(allows_unverified_pixels=True)
-    preparer = BatchPreparer(live, materializer, PackSize(1, 1), unverified, pixels=pixels)
+    preparer = BatchPreparer(pixels, PackSize(1, 1), unverified)
     half = len(samples) // 2
     batches = (
         preparer.prepare(Batch(step, part), "")
@@ -117,8 +117,8 @@ def train(
     for ready in BatchPrefetcher(batches):
         learner.step(ready)
     materializer.close()
-    made = materializer.counts.made
-    return dict(learner.forward.model.named_parameters()), live.most, made
+    num_decoded = materializer.counts.made
+    return dict(learner.forward.model.named_parameters()), live.most, num_decoded
 
 
 def test_batch_of_ten_times_the_pixel_budget_trains_bit_identically(
@@ -126,11 +126,11 @@ def test_batch_of_ten_times_the_pixel_budget_trains_bit_identically(
 ) -> None:
     samples = screens(tiny_model, store, 10 * 16 // 6 + 1, images=6)
     num = sum(len(sample.items) for sample in samples)
-    small, held, made = train(tiny_model, store, samples, BUDGET)
-    assert num * IMAGE > 10 * BUDGET and BUDGET // 2 < held <= BUDGET
-    large, held, made_once = train(tiny_model, store, samples, 100 * BUDGET)
-    assert made_once == num < made, "what did not fit was made again"
-    assert held > 5 * BUDGET
+    small, metrics, num_made = train(tiny_model, store, samples, BUDGET)
+    assert num * IMAGE > 10 * BUDGET and BUDGET // 2 < metrics <= BUDGET
+    large, metrics, made_once = train(tiny_model, store, samples, 100 * BUDGET)
+    assert made_once == num < num_made, "what did not fit was made again"
+    assert metrics > 5 * BUDGET
     assert small.keys() == large.keys()
     assert all(torch.equal(small[name], large[name]) for name in small)
 
@@ -145,9 +145,7 @@ def test_page_locked_memory_counts_as_allocated_by_torch(
     materializer = Materializer(learner.family, store, 0)
     pixels = MicroBatchPixels(materializer, is_pinned=True)
     unverified = BadMediaPolicy(allows_unverified_pixels=True)
-    preparer = BatchPreparer(
-        learner.family, materializer, PackSize(1, 1), unverified, pixels=pixels
-    )
+    preparer = BatchPreparer(pixels, PackSize(1, 1), unverified)
     [one] = screens(tiny_model, store, 1, images=3)
     ready = preparer.prepare(Batch(1, [one]), "")
     assert learner.step(ready).probe is not None
@@ -160,16 +158,16 @@ def test_image_with_other_sampler_pixels_refuses_the_batch_before_any_step(
     tiny_model: Path, store: MediaStore
 ) -> None:
     samples = making.samples(tiny_model, store, count=6)
-    seen = next(sample for sample in reversed(samples) if sample.slots)
-    slots = [msgspec.structs.replace(slot, pixel_digest="0" * 32) for slot in seen.slots[-1:]]
-    samples[samples.index(seen)] = msgspec.structs.replace(seen, slots=[*seen.slots[:-1], *slots])
+    changed = next(sample for sample in reversed(samples) if sample.slots)
+    slots = [msgspec.structs.replace(slot, pixel_digest="0" * 32) for slot in changed.slots[-1:]]
+    samples[samples.index(changed)] = msgspec.structs.replace(
+        changed, slots=[*changed.slots[:-1], *slots]
+    )
     learner = making.build_learner(
         making.model_config(tiny_model), making.trainer_config(pixel_cache_mb=0), store, steps=10
     )
     pixels = build_pixels(learner, store)
-    preparer = BatchPreparer(
-        learner.family, pixels.materializer, PackSize(160, 4096), pixels=pixels
-    )
+    preparer = BatchPreparer(pixels, PackSize(160, 4096))
     with pytest.raises(MediaError, match="the sampler saw pixels 0000"):
         next(iter(BatchPrefetcher([preparer.prepare(Batch(1, samples), "")])))
     assert pixels.peak_bytes == 0, "no micro-batch was begun"
@@ -187,16 +185,16 @@ def test_next_micro_batch_is_prepared_during_compute_if_both_fit(
         materializer = Materializer(learner.family, store, 0)
         pixels = MicroBatchPixels(materializer, room * 7 // 6 + 7)
         unverified = BadMediaPolicy(allows_unverified_pixels=True)
-        preparer = BatchPreparer(
-            learner.family, materializer, PackSize(1, 1), unverified, pixels=pixels
-        )
+        preparer = BatchPreparer(pixels, PackSize(1, 1), unverified)
         ready = preparer.prepare(Batch(1, screens(tiny_model, store, 4, images=3)), "")
         ready.start_pixels()
         assert pixels.peak_bytes == (image if is_ahead else 0), "the first of the next batch"
-        found = [one.made for _, one in ready.iterate_with_pixels()]
+        num_decoded = [micro_batch.made for _, micro_batch in ready.iterate_with_pixels()]
         assert pixels.peak_bytes == (2 * image if is_ahead else image)
-        made = ready.with_pixels().micro_batches
-        assert all(np.array_equal(a, b.made) for a, b in zip(found, made, strict=True))
+        micro_batches = ready.with_pixels().micro_batches
+        assert all(
+            np.array_equal(a, b.made) for a, b in zip(num_decoded, micro_batches, strict=True)
+        )
         materializer.close()
 
 
@@ -208,7 +206,7 @@ def test_out_of_memory_error_names_the_cause_and_the_fix(
     )
     samples = making.samples(tiny_model, store, count=2, seed=5)
     materializer = Materializer(learner.family, store, 1 << 24)
-    ready = BatchPreparer(learner.family, materializer, PackSize(4096, 4096)).prepare(
+    ready = BatchPreparer(MicroBatchPixels(materializer), PackSize(4096, 4096)).prepare(
         Batch(1, samples), ""
     )
     [micro_batch] = ready.micro_batches
@@ -217,9 +215,9 @@ def test_out_of_memory_error_names_the_cause_and_the_fix(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 38.00 MiB. And so on.")
 
     learner.algorithm.loss = fill_up  # type: ignore[method-assign]
-    with pytest.raises(ProcessFailed) as found:
+    with pytest.raises(ProcessFailed) as raised:
         learner.step(ready)
-    assert f"of {len(micro_batch.batch.token_ids)} tokens and" in found.value.problem
-    assert f"{micro_batch.batch.num_patches} patches" in found.value.problem
-    assert "(CUDA out of memory)" in found.value.problem
-    assert "activation_checkpointing = true" in found.value.fix
+    assert f"of {len(micro_batch.batch.token_ids)} tokens and" in raised.value.problem
+    assert f"{micro_batch.batch.num_patches} patches" in raised.value.problem
+    assert "(CUDA out of memory)" in raised.value.problem
+    assert "activation_checkpointing = true" in raised.value.fix

@@ -1,4 +1,4 @@
-"""The price of a model against operations that torch counts."""
+"""The estimated cost of a model, compared with the operations that torch counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe tells a model that looks from one that is blind, and disturbs nothing."""
+"""The probe distinguishes a model that uses its images, and does not affect training."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.probe import find_tokens_behind, probe, swap_images
 from sightline.wire.sample import Batch
 
@@ -31,7 +32,7 @@ def learner(tiny_model: Path, store: MediaStore) -> Learner:
 def batch(learner: Learner, tiny_model: Path, store: MediaStore) -> ReadyBatch:
     samples = making.samples(tiny_model, store, count=6, seed=1)
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, WHOLE)
+    preparer = BatchPreparer(MicroBatchPixels(materializer), WHOLE)
     return preparer.prepare(Batch(5, samples), digest="").with_pixels()
 
 
@@ -39,6 +40,9 @@ def test_probe_distinguishes_seeing_from_blind_models(learner: Learner, batch: R
     (ready,) = batch.micro_batches
     seen = probe(ready, learner.score)
     assert seen is not None and not seen.is_blind
+    assert not seen.is_weak and "barely" not in seen.words
+    weak = replace(seen, change=1e-4)
+    assert weak.is_weak and "barely uses its images" in weak.words
     assert seen.change > 1000 * seen.noise and seen.exchanged_kl > 0
     # Pixels that are lost on the way: every image is the same grey.
     lost = replace(ready, made=np.full_like(ready.made, 127))
@@ -59,15 +63,15 @@ def test_disconnected_tower_is_blind(learner: Learner, batch: ReadyBatch) -> Non
 
     learner_forward = learner.forward
     learner.forward = Unplugged()  # type: ignore[assignment]
-    found = probe(batch.micro_batches[0], learner.score)
-    assert found is not None and found.is_blind
+    probed = probe(batch.micro_batches[0], learner.score)
+    assert probed is not None and probed.is_blind
 
 
 def test_probe_swaps_only_whole_images_of_equal_grid(batch: ReadyBatch) -> None:
     (ready,) = batch.micro_batches
-    made = swap_images(ready)
-    assert made is not None
-    other, moved = made
+    swapped = swap_images(ready)
+    assert swapped is not None
+    other, moved = swapped
     assert other.batch is ready.batch and moved.any()
     assert other.made is not None and ready.made is not None
     assert other.made.shape == ready.made.shape
@@ -88,9 +92,9 @@ def test_probe_counts_only_tokens_after_a_swapped_image(
     learner: Learner, batch: ReadyBatch
 ) -> None:
     (ready,) = batch.micro_batches
-    made = swap_images(ready)
-    assert made is not None
-    other, moved = made
+    swapped = swap_images(ready)
+    assert swapped is not None
+    other, moved = swapped
     changed = learner.score(other) != learner.score(ready)
     chosen = find_tokens_behind(ready, moved)
     assert not (changed & ~chosen).any()

@@ -53,9 +53,9 @@ def test_collective_error_from_a_lost_rank_is_not_reported_as_a_fault() -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(join, range(2)))
     del groups[1]  # as the end of its process does
-    with pytest.raises(RuntimeError) as found:
+    with pytest.raises(RuntimeError) as raised:
         groups[0].barrier().wait()
-    assert is_broken_collective(found.value), str(found.value)
+    assert is_broken_collective(raised.value), str(raised.value)
     assert not is_broken_collective(RuntimeError("a fault in the forward pass"))
     assert not is_broken_collective(torch.OutOfMemoryError("CUDA out of memory"))
 
@@ -63,7 +63,7 @@ def test_collective_error_from_a_lost_rank_is_not_reported_as_a_fault() -> None:
 def test_trainer_with_an_undelivered_last_message_has_failed(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The orchestrator waits for them: with an exit status of 0 nobody would end the run."""
+    """The orchestrator waits for the trainer. With an exit status of 0, the run would never end."""
     monkeypatch.setattr(process, "MAX_SILENCE_S", 0.1)
     run_dir, address = RunDir(tmp_path), f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}"
     run_dir.make()
@@ -77,8 +77,8 @@ def test_trainer_with_an_undelivered_last_message_has_failed(
     hub = Hub(address, "s")
 
     def cut_off_after_the_start() -> None:
-        found = hub.receive(100.0)
-        assert found is not None and isinstance(control.decode(found[1]), control.ProcessReady)
+        message = hub.receive(100.0)
+        assert message is not None and isinstance(control.decode(message[1]), control.ProcessReady)
         hub.send("trainer", control.encode(control.FinishTraining(0)))
         assert hub.close(100.0)
 
@@ -111,9 +111,9 @@ def test_weights_do_not_wait_for_checkpoints_and_batches_are_kept_until_sent(
     )
 
     def hear() -> control.ControlMessage:
-        found = hub.receive(60.0)
-        assert found is not None
-        return control.decode_from("trainer", found[1])
+        message = hub.receive(60.0)
+        assert message is not None
+        return control.decode_from("trainer", message[1])
 
     try:
         orchestrator = process._connect(spoke, config, run_dir)

@@ -1,4 +1,4 @@
-"""A version leaves while the next step computes: its own bits, in order, no failure unheard."""
+"""A version is published while the next step computes: exact bits, in order, errors raised."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Late:
-    """Writes a version only when the step after it has been taken."""
+    """Writes a version only after the next step was taken."""
 
     write: Callable[[Manifest], tuple[Path, Manifest]]
     last: int
@@ -49,7 +49,7 @@ class Late:
 
 @dataclass
 class Telling:
-    """A learner that says which steps it has taken."""
+    """A learner that records its steps."""
 
     inner: Learner
     late: Late
@@ -66,9 +66,9 @@ class Telling:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path / "run")
-    made.make()
-    return made
+    new_run_dir = RunDir(tmp_path / "run")
+    new_run_dir.make()
+    return new_run_dir
 
 
 def test_version_written_after_the_next_step_has_its_own_weights(
@@ -88,8 +88,10 @@ def test_version_written_after_the_next_step_has_its_own_weights(
     parts.learner = Telling(parts.learner, late)  # type: ignore[arg-type]
     loop.run(parts)
     assert not late.was_early, "the next step has to begin before a version is written"
-    told = [message.version for message in sent if isinstance(message, control.PublishedWeights)]
-    assert told == steps
+    versions = [
+        message.version for message in sent if isinstance(message, control.PublishedWeights)
+    ]
+    assert versions == steps
     assert [weights_digest(run_dir, step) for step in steps] == [
         weights_digest(plain, step) for step in steps
     ]
@@ -104,7 +106,7 @@ def unwritable(draft: Manifest) -> tuple[Path, Manifest]:
 
 
 def test_failed_version_write_ends_a_waiting_loop(tiny_model: Path, run_dir: RunDir) -> None:
-    # Synchronous training: the next batch comes only when the version was adopted.
+    # Synchronous training: the next batch arrives only after the version was adopted.
     batches = write_batches(run_dir, tiny_model)[:1]
     forever = threading.Event()
 
@@ -134,9 +136,9 @@ def test_host_copy_equals_the_published_weights_and_reuses_memory(tmp_path: Path
     written = path.with_name("model.safetensors").read_bytes()
     expected = (tmp_path / "same").read_bytes()
     assert len(written) == len(expected)
-    held = {key: tensor.clone() for key, tensor in copy.tensors().items()}
+    tensors = {key: tensor.clone() for key, tensor in copy.tensors().items()}
     weights["a"].add_(1.0)
-    assert copy.tensors()["a"].equal(held["a"]), "a copy does not follow the weights"
+    assert copy.tensors()["a"].equal(tensors["a"]), "a copy does not follow the weights"
     copy.take(weights, dtype=torch.bfloat16)
     assert {name: tensor.data_ptr() for name, tensor in copy.tensors().items()} == places
     assert copy.tensors()["a"].equal(weights["a"].to(torch.bfloat16))

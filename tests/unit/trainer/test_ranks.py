@@ -30,7 +30,7 @@ from sightline.wire.weights import WeightFile
 
 
 class Ends:
-    """Notes who was ended by whom, instead of dying of it."""
+    """Records which rank ended which, without ending the process."""
 
     def __init__(self) -> None:
         self.seen: queue.SimpleQueue[tuple[int, RankFailed]] = queue.SimpleQueue()
@@ -42,18 +42,18 @@ class Ends:
         return dict(self.seen.get(timeout=10) for _ in range(num))
 
     def take_all(self, ranks: set[int]) -> list[RankFailed]:
-        """Until each of `ranks` was ended, some perhaps more than once."""
-        found: list[tuple[int, RankFailed]] = []
-        while {own for own, _ in found} != ranks:
-            found.append(self.seen.get(timeout=10))
-        return [failed for _, failed in found]
+        """Wait until each of `ranks` was ended, some perhaps more than once."""
+        messages: list[tuple[int, RankFailed]] = []
+        while {own for own, _ in messages} != ranks:
+            messages.append(self.seen.get(timeout=10))
+        return [failed for _, failed in messages]
 
 
 @contextmanager
 def ranks(
     size: int, secrets: dict[int, str] | None = None, of: int = 0, **limits: float
 ) -> Iterator[tuple[LeadChannel, list[FollowerChannel]]]:
-    """Rank 0 and the others up to `size`, of `of` in all."""
+    """Return rank 0 and the others up to `size`, of `of` in total."""
     channel = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}"
     ends = Ends()
     lead = LeadChannel(RankInfo(0, of or size, "", channel, "s"), ends, **limits)
@@ -63,8 +63,8 @@ def ranks(
     ]
     lead.ends, lead.address = ends, channel  # type: ignore[attr-defined]
     yield lead, others
-    for one in (*others, lead):
-        one.close()
+    for link in (*others, lead):
+        link.close()
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -83,15 +83,17 @@ def test_every_rank_gets_its_own_share_in_order(monkeypatch: pytest.MonkeyPatch)
         for other in others:
             other.report_ready()
         lead.wait_until_loaded(timeout_s=10)
-        # Answers come while others are still being sent theirs: this thread is slow to send.
+        # Answers arrive while others are still being sent, because this thread sends slowly.
         send = lead._send
         monkeypatch.setattr(lead, "_send", lambda *words: (send(*words), time.sleep(0.002)))
         steps = range(1, 31)
         for step in steps:
             lead.send_shares(shares(step, 2))
         lead.announce_end()
-        got = [[(share.step, share.digest) for share in other.shares()] for other in others]
-        assert got == [[(step, name) for step in steps] for name in ("d1", "d2")]
+        received_shares = [
+            [(share.step, share.digest) for share in other.shares()] for other in others
+        ]
+        assert received_shares == [[(step, name) for step in steps] for name in ("d1", "d2")]
         assert lead.ends.seen.empty()  # type: ignore[attr-defined]
 
 
@@ -125,7 +127,7 @@ def test_process_is_only_the_rank_of_its_name() -> None:
 
 
 def test_checkpoint_files_must_belong_to_its_step() -> None:
-    """A rank that has written the next one already said what it wrote of both."""
+    """A rank that has written the next checkpoint has already reported both."""
 
     def file(step: int, rank: int) -> WeightFile:
         return WeightFile(f"rank_{rank}", step, f"{step}" * 64)
@@ -190,12 +192,12 @@ def test_rank_failure_reaches_every_other_rank(culprit: int) -> None:
 def test_ranks_that_miss_their_share_or_write_are_named() -> None:
     with ranks(2, of=3, deliver_s=0.2, write_s=0.2) as (lead, others):
         others[0].report_ready()
-        # Rank 2 says that it is ready, and never listens.
+        # Rank 2 reports that it is ready, and never receives.
         deaf = Spoke(lead.address, name := rank_process_name(2), derive_spoke_key("s", name))
         for message in (RankStarted(get_release()), RankReady(0)):
             deaf.send(wire.encode(message))
         lead.wait_until_loaded(timeout_s=30)
-        # A slow machine may name the other too.
+        # On a slow machine, the other rank may be named too.
         with pytest.raises(
             ProcessFailed, match=r"2\] of 3 have not received their share of step 1"
         ):

@@ -1,4 +1,4 @@
-"""Resumed equals never killed: the same batches give bit-equal weights, and every step once."""
+"""A resumed run equals an uninterrupted one: bit-equal weights, and every step once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Killed(Exception):
 
 
 def run_file(model: Path, max_mismatch: float | None = 0, **trainer: object) -> RunFile:
-    """Samples are made up, and so are their logprobs: the mismatch is no matter."""
+    """Samples and their logprobs are random, so the mismatch limit is off."""
     return RunFile.model_validate(
         {
             "model": {"path": str(model)},
@@ -64,9 +64,10 @@ def train(
     die_after: int | None = None,
     after: int | None = None,
 ) -> list[ControlMessage]:
-    """One life of the trainer; it dies after it has published `die_after`.
+    """Run the trainer once.
 
-    It receives the batches `after` its checkpoint, by default the newest.
+    It dies after it has published `die_after`. It receives the batches `after` its checkpoint, by
+    default the newest.
     """
     sent: list[ControlMessage] = []
 
@@ -97,8 +98,8 @@ def train(
 
 
 def _checkpoint_step(run_dir: RunDir) -> int:
-    found = sorted(run_dir.checkpoints.glob("step_*"))
-    return int(found[-1].name.removeprefix("step_")) if found else 0
+    paths = sorted(run_dir.checkpoints.glob("step_*"))
+    return int(paths[-1].name.removeprefix("step_")) if paths else 0
 
 
 def weights_digest(run_dir: RunDir, version: int) -> str:
@@ -108,9 +109,9 @@ def weights_digest(run_dir: RunDir, version: int) -> str:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path / "run")
-    made.make()
-    return made
+    new_run_dir = RunDir(tmp_path / "run")
+    new_run_dir.make()
+    return new_run_dir
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -145,7 +146,7 @@ def test_step_with_a_different_sampler_policy_is_discarded(
 ) -> None:
     batches = write_batches(run_dir, tiny_model)
     config = run_file(tiny_model, None)
-    differ = "step 1: sampler and trainer differ by a KL of .*; the limit is 1e-06"
+    differ = r"step 1: sampler and trainer differ by a KL of .*\. The limit is 1e-06"
     with pytest.raises(PolicyMismatch, match=differ) as raised:
         train(config, run_dir, batches)
     assert "suspect the server" in raised.value.fix
@@ -174,6 +175,20 @@ def test_a_frozen_tower_keeps_its_weights_and_its_version(
     changed = {name for name in before if not before[name].equal(after[name])}
     assert changed and not any("visual" in name for name in changed)
     assert read_manifest(folder / "manifest.json").vision_version == 0
+    trained = RunDir(run_dir.path.with_name("trained"))
+    trained.make()
+    train(config, trained, write_batches(trained, tiny_model)[:1])
+    path = trained.weights / "v000001" / "manifest.json"
+    assert read_manifest(path).vision_version == 1, "an engine's cached features are outdated"
+
+
+def test_batches_are_kept_until_a_checkpoint_covers_them(tiny_model: Path, run_dir: RunDir) -> None:
+    """The run stops after step 3. If its last checkpoint is damaged, it resumes from step 2."""
+    sent = train(run_file(tiny_model), run_dir, write_batches(run_dir, tiny_model)[:3])
+    published = [message for message in sent if isinstance(message, PublishedWeights)]
+    assert [message.version for message in published] == [1, 2, 3]
+    assert all(message.checkpoint_step == 0 for message in published)
+    assert _checkpoint_step(run_dir) == 3 and sent[-1] == TrainingFinished(2)
 
 
 def test_a_replay_on_another_batch_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Supervised training: through the same packing and forward, on the assistant's own tokens only."""
+"""Supervised training uses the same packing and forward pass, on the assistant's tokens only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def made(config: SftFile, folder: Path) -> loop.TrainerComponents:
 
 
 def conversations(config: SftFile) -> tuple[Learner, sft.ConversationBatches]:
-    """The batches of a run by themselves, and what would learn from them."""
+    """Return the batches of a run, and the learner for them."""
     store = MediaStore(Path(config.media.root))
     learner = making.build_learner(
         config.model, config.trainer, store, 1, algorithm=Supervised(config.algorithm)
@@ -93,10 +93,12 @@ def test_trained_demonstrations_reveal_no_colours(warmup: SftFile, tmp_path: Pat
     env = ColorCodeword(spelled_fraction=0.0)
     right = total = 0
     for i in range(300):
-        found = batches.source.conversation(i, "train")
-        sample = sft.build_sample(found.messages, batches.renderer, found.name, found.tools)
-        said = batches.renderer.decode(sample.token_ids.numpy()[sample.trained.numpy()].tolist())
-        last = said.replace("<|im_end|>", " ").split()[-1]
+        conversation = batches.source.conversation(i, "train")
+        sample = sft.build_sample(
+            conversation.messages, batches.renderer, conversation.name, conversation.tools
+        )
+        text = batches.renderer.decode(sample.token_ids.numpy()[sample.trained.numpy()].tolist())
+        last = text.replace("<|im_end|>", " ").split()[-1]
         truth = [letter for letter, _ in env.task(i, "sft").data]
         right += sum(a == b for a, b in zip(last, truth, strict=True))
         total += 3
@@ -136,8 +138,10 @@ def test_some_conversations_are_stored_as_trained(talks: Path, tiny_model: Path)
     list(batches)
     assert sorted(run_dir.traces.iterdir()) == [run_dir.traces_of(step) for step in (1, 2, 4)]
     for i, trace in enumerate(read_traces(run_dir.traces_of(2))):
-        found = batches.source.conversation(4 + i, "train")
-        sample = sft.build_sample(found.messages, batches.renderer, found.name, found.tools)
+        conversation = batches.source.conversation(4 + i, "train")
+        sample = sft.build_sample(
+            conversation.messages, batches.renderer, conversation.name, conversation.tools
+        )
         path = trace.path(len(trace.nodes) - 1)
         assert trace.tokens(path) == sample.token_ids.numpy().tolist()
         assert [slot.item.key for slot in trace.slots(path)] == [sample.items[0].key]
@@ -159,11 +163,11 @@ def test_sft_loss_is_the_mean_negative_logprob(
     model = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float64)
     total, num = 0.0, 0
     for i in range(4):
-        found = batches.source.conversation(i, "train")
-        sample = sft.build_sample(found.messages, batches.renderer, found.name)
+        conversation = batches.source.conversation(i, "train")
+        sample = sft.build_sample(conversation.messages, batches.renderer, conversation.name)
         ids = torch.from_numpy(sample.token_ids.numpy().astype(np.int64))[None]
         [item] = sample.items
-        image = batches.preparer.materializer.store.image(item.ref)
+        image = batches.preparer.pixels.materializer.store.image(item.ref)
         with torch.no_grad():
             logits = model(
                 input_ids=ids,
@@ -180,6 +184,8 @@ def test_sft_loss_is_the_mean_negative_logprob(
     got = events(tmp_path / "run", "sft")[1].values
     assert got["loss"] == pytest.approx(total / num, rel=1e-5)
     assert got["trained_tokens"] == num and got["images"] == 4
+    left_s = (got["steps_total"] - 1) * (got["seconds"] + got["waited_s"])
+    assert got["eta_s"] == pytest.approx(left_s)
 
 
 def test_held_out_conversations_are_evaluated_and_never_trained(
@@ -190,12 +196,12 @@ def test_held_out_conversations_are_evaluated_and_never_trained(
     learner, batches = conversations(config)
     assert batches.source.num_held_out == 5
     loop.run(made(config, tmp_path / "run"))
-    found = events(tmp_path / "run", "sft_eval")
-    assert list(found) == [0, 2, 4, 6]
-    losses = [event.values["loss"] for event in found.values()]
+    evaluations = events(tmp_path / "run", "sft_eval")
+    assert list(evaluations) == [0, 2, 4, 6]
+    losses = [event.values["loss"] for event in evaluations.values()]
     assert losses[-1] < losses[0]
-    assert len({event.values["trained_tokens"] for event in found.values()}) == 1
-    # The first, by hand: all five, whatever the batches were.
+    assert len({event.values["trained_tokens"] for event in evaluations.values()}) == 1
+    # Step through the first epoch manually: all five rows, in any batches.
     sums = [learner.evaluate(ready) for ready in batches.held_out(0)]
     assert len(sums) == 2
     mean = sum(nll for nll, _ in sums) / sum(num for _, num in sums)
@@ -225,7 +231,7 @@ def test_resumed_sft_run_is_bit_identical_to_an_uninterrupted_one(
     feed, parts.feed = parts.feed, until(5)
     with pytest.raises(Killed):
         loop.run(parts)
-    # A process that is killed takes its threads along.
+    # A killed process ends with all its threads.
     parts.run_writer.saver.background_task.wait()
     second = made(broken, tmp_path / "b")
     assert second.first_step == 4, "the checkpoint of step 4 is the last, and step 5 is lost"
@@ -253,8 +259,8 @@ def test_row_with_a_bad_image_drops_only_itself(
     lost = [
         e.values for e in read_events(tmp_path / "run" / "metrics.jsonl") if e.kind == "bad_media"
     ]
-    assert {one["sample"] for one in lost} == {"row 3", "row 7"}
-    assert all(str(talks) in one["problem"] for one in lost)
+    assert {event["sample"] for event in lost} == {"row 3", "row 7"}
+    assert all(str(talks) in event["problem"] for event in lost)
     for change in ({"max_bad_fraction": 0.1}, {"max_bad_fraction": 0.0}):
         strict = config_of(tiny_model, tmp_path, **sections, media=budget | change)
         with pytest.raises(MediaError, match="row"):

@@ -1,4 +1,4 @@
-"""Scoring in parts gives what scoring at once gives, and holds no logits in between."""
+"""Scoring in parts equals scoring at once, and keeps no logits in between."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def scored(models: Models, rows: int) -> tuple[list[torch.Tensor], list[torch.Te
 
     head.grad = None
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        found = score_tokens(
+        scores = score_tokens(
             models, (hidden, other), tokens, BANNED, 0.7, NEEDS, max_logits=rows * width
         )
-    assert found.kl is not None
-    (found.logprobs.sum() + 0.3 * found.kl.square().sum()).backward()
-    assert found.entropy is not None
-    figures = [found.logprobs.detach(), found.entropy, found.kl.detach()]
+    assert scores.kl is not None
+    (scores.logprobs.sum() + 0.3 * scores.kl.square().sum()).backward()
+    assert scores.entropy is not None
+    figures = [scores.logprobs.detach(), scores.entropy, scores.kl.detach()]
     return figures, [hidden.grad, head.grad.clone()], kept  # type: ignore[list-item]
 
 

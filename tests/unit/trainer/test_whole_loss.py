@@ -22,10 +22,11 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import Learner
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire.sample import Batch, Sample
 
 SCALE = 1.05
-"""The policy has moved from its reference by so much: a KL of nothing proves nothing."""
+"""The distance of the policy from its reference, because a KL of 0 proves nothing."""
 KL_WEIGHT, LOW, HIGH, CAP = 0.3, 0.2, 0.28, 1.5
 CLIP = {"clip_low": LOW, "clip_high": HIGH}
 LOSS_ARGS = {"ppo": CLIP, "cispo": CLIP, "gspo": CLIP, "tis": {"ratio_cap": CAP}}
@@ -40,7 +41,7 @@ class Plain:
     kl: np.ndarray
     """The KL of each trained token to the reference that sees the images."""
     kl_blind: np.ndarray
-    """The same, with the reference not shown the images."""
+    """The KL to the reference without the images."""
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +122,13 @@ def log_softmax(
         logits = model(**inputs).logits[0].double()
     logits[:, list(learner.pad_ids)] = float("-inf")
     rows_of = torch.from_numpy(sample.trained.numpy().astype(np.int64)) - 1
-    found: np.ndarray = torch.log_softmax(logits[rows_of], dim=-1).numpy()
-    return found
+    logprobs: np.ndarray = torch.log_softmax(logits[rows_of], dim=-1).numpy()
+    return logprobs
 
 
 def naive_losses(plain: Plain, loss: str) -> list[float]:
     """-J of each trained token, as the papers write it, without the KL."""
-    found = []
+    losses = []
     new, old = plain.logprobs, plain.sample.logprobs.numpy().astype(np.float64)
     advantages = plain.sample.advantages.numpy().astype(np.float64)
     at = 0
@@ -139,29 +140,29 @@ def naive_losses(plain: Plain, loss: str) -> list[float]:
             r, a = math.exp(new[i] - old[i]), advantages[i]
             if loss == "gspo":
                 r = s
-            held = min(max(r, 1 - LOW), 1 + HIGH)
+            clipped = min(max(r, 1 - LOW), 1 + HIGH)
             if loss in ("ppo", "gspo"):
-                found.append(-min(r * a, held * a))
+                losses.append(-min(r * a, clipped * a))
             elif loss == "cispo":
-                found.append(-held * a * new[i])
+                losses.append(-clipped * a * new[i])
             else:
-                found.append(-min(r, CAP) * a * new[i])
-    return found
+                losses.append(-min(r, CAP) * a * new[i])
+    return losses
 
 
 def taken(
     learner: Learner, store: MediaStore, plain: list[Plain], aggregation: AggregationFunction
 ) -> float:
-    """The loss that the learner comes to, over several packs."""
+    """Return the learner's loss over several packs."""
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
     preparer = BatchPreparer(
-        learner.family, materializer, PackSize(160, 4096), aggregation=aggregation
+        MicroBatchPixels(materializer), PackSize(160, 4096), aggregation=aggregation
     )
-    ready = preparer.prepare(Batch(1, [one.sample for one in plain]), digest="")
+    ready = preparer.prepare(Batch(1, [naive.sample for naive in plain]), digest="")
     assert len(ready.micro_batches) > 1
-    found = learner.step(ready).metrics["loss"]
-    assert found is not None
-    return found
+    loss = learner.step(ready).metrics["loss"]
+    assert loss is not None
+    return loss
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo", "tis"])
@@ -169,15 +170,19 @@ def test_batch_loss_matches_plain_loops_in_float64(
     tiny_model: Path, drawn: tuple[MediaStore, list[Plain]], loss: str
 ) -> None:
     store, plain = drawn
-    total = sum(len(one.logprobs) for one in plain)
+    total = sum(len(naive.logprobs) for naive in plain)
     want = blind = 0.0
-    for one in plain:
-        policy = naive_losses(one, loss)
-        want += sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl, strict=True)) / total
-        blind += sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl_blind, strict=True)) / total
-    got = taken(learner_of(tiny_model, store, loss), store, plain, load_aggregation("tokens"))
-    assert got == pytest.approx(want, rel=2e-5)
-    assert abs(got - blind) > 100 * abs(got - want), "a reference without images is another"
+    for naive in plain:
+        policy = naive_losses(naive, loss)
+        want += sum(p + KL_WEIGHT * k for p, k in zip(policy, naive.kl, strict=True)) / total
+        blind += sum(p + KL_WEIGHT * k for p, k in zip(policy, naive.kl_blind, strict=True)) / total
+    loss_values = taken(
+        learner_of(tiny_model, store, loss), store, plain, load_aggregation("tokens")
+    )
+    assert loss_values == pytest.approx(want, rel=2e-5)
+    assert abs(loss_values - blind) > 100 * abs(loss_values - want), (
+        "a reference without images is another"
+    )
 
 
 @pytest.mark.parametrize("by", ["samples", "constant"])
@@ -186,11 +191,11 @@ def test_other_averages_match_plain_loops(
 ) -> None:
     store, plain = drawn
     want = 0.0
-    for one in plain:
-        weight = 1 / 7.0 if by == "constant" else 1 / (len(plain) * len(one.logprobs))
-        policy = naive_losses(one, "ppo")
-        want += weight * sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl, strict=True))
+    for naive in plain:
+        weight = 1 / 7.0 if by == "constant" else 1 / (len(plain) * len(naive.logprobs))
+        policy = naive_losses(naive, "ppo")
+        want += weight * sum(p + KL_WEIGHT * k for p, k in zip(policy, naive.kl, strict=True))
     args = {"divisor": 7.0} if by == "constant" else {}
     average = load_aggregation(by, args)
-    got = taken(learner_of(tiny_model, store, "ppo"), store, plain, average)
-    assert got == pytest.approx(want, rel=2e-5)
+    loss_values = taken(learner_of(tiny_model, store, "ppo"), store, plain, average)
+    assert loss_values == pytest.approx(want, rel=2e-5)

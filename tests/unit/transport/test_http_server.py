@@ -1,4 +1,4 @@
-"""The lock of HTTP servers: who is refused, and which connections are ended. Real sockets."""
+"""Access control of HTTP servers: refused requests and closed connections. Real sockets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sightline.transport.listen import bind_socket
 JSON = {"content-type": "application/json"}
 TOKEN = "a-token-of-some-length"
 LONG_BYTES = 1 << 25
-"""More than the kernel takes for a client that does not read."""
+"""More than the kernel buffers for a client that does not read."""
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def serving(guard: RequestGuard, limits: ConnectionLimits = DEFAULT_LIMITS) -> I
 
 
 def ask(port: int, method: str = "GET", path: str = "/", **headers: str) -> tuple[int, str]:
-    """The status and, of a refusal, its type."""
+    """Return the status and, for a refusal, its type."""
     sent = {"host": f"127.0.0.1:{port}", "connection": "close"}
     sent |= {name.replace("_", "-"): value for name, value in headers.items()}
     body = b"{}" if method == "POST" else b""
@@ -122,7 +122,7 @@ def test_a_page_of_another_origin_is_refused(open_port: int, origin: str) -> Non
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", None])
 def test_post_requires_json(open_port: int, kind: str | None) -> None:
-    """The types that a page can post without being allowed to are not among it."""
+    """Content types that a page can post without a preflight request are refused."""
     headers = {} if kind is None else {"content_type": kind}
     assert ask(open_port, "POST", **headers) == (415, "content_type")
     assert ask(open_port, "POST", content_type="application/json; charset=utf-8")[0] == 200
@@ -135,7 +135,7 @@ def test_every_path_except_health_requires_a_token(locked_port: int) -> None:
     assert ask(locked_port, authorization=f"Bearer {TOKEN}")[0] == 200
     assert ask(locked_port, path="/health")[0] == 200
     assert ask(locked_port, path="/health", host="evil.example")[0] == 421
-    # A right token opens nothing for a page that has its own name resolved to this machine.
+    # A correct token does not help a page whose own name resolves to this machine.
     assert ask(locked_port, authorization=f"Bearer {TOKEN}", host="evil.example")[0] == 421
 
 
@@ -245,13 +245,15 @@ def test_slowly_read_response_arrives(quick_port: int) -> None:
 
 
 def test_connections_over_the_limit_get_503(quick_port: int) -> None:
-    held = [socket.create_connection(("127.0.0.1", quick_port), timeout=30) for _ in range(4)]
+    connections = [
+        socket.create_connection(("127.0.0.1", quick_port), timeout=30) for _ in range(4)
+    ]
     try:
         with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as late:
             late.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             assert b" 503 " in read_all(late)
     finally:
-        for connection in held:
+        for connection in connections:
             connection.close()
     deadline = time.monotonic() + 20
     while True:

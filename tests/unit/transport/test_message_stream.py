@@ -13,7 +13,7 @@ SESSION = b"s" * 16
 
 
 class Line:
-    """Two streams, and what is on its way between them."""
+    """Two streams, and the messages in transit between them."""
 
     def __init__(self) -> None:
         self.under_way: dict[str, list[tuple[bytes, bytes]]] = {"a": [], "b": []}
@@ -29,9 +29,9 @@ class Line:
     def deliver(self, to: str) -> None:
         if self.under_way[to]:
             head, data = self.under_way[to].pop(0)
-            found = self.ends[to].take(HEAD.unpack(head), data)
-            if found is not None:
-                self.received[to].append(found)
+            delivered = self.ends[to].take(HEAD.unpack(head), data)
+            if delivered is not None:
+                self.received[to].append(delivered)
             if self.ends[to].owes_ack:
                 self.ends[to].signal(ACK)
 

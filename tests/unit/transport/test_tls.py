@@ -1,4 +1,4 @@
-"""TLS by certificate files: what is refused, and who trusts whom."""
+"""TLS with certificate files: refusals and trust."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_media_service_over_https_has_read_and_write_tokens(
 
 
 def check_not_trusted(address: str) -> None:
-    """None of our clients speaks to a server whose authority the system does not know."""
+    """No client connects to a server whose authority the system does not trust."""
     with pytest.raises(MediaError, match="certificate of https.* is not trusted") as refused:
         open_store(address, token=TOKEN, deadline_s=5.0).check_writable()
     assert "SSL_CERT_FILE" in refused.value.fix

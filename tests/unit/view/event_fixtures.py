@@ -95,7 +95,7 @@ def state(phase: str, at: float, process: str = "orchestrator") -> Event:
 
 
 def trace_of(store: MediaStore, index: int, right: bool, text: str = "") -> Trace:
-    """Two turns, an image each."""
+    """Return two turns with one image each."""
     nodes: list[Node] = []
     for turn in range(2):
         colour = (40 + 60 * turn, 40 * index % 255, 200)
@@ -115,15 +115,15 @@ def trace_of(store: MediaStore, index: int, right: bool, text: str = "") -> Trac
 
 
 def _node(
-    nodes: list[Node], message: Message, given: int, sampled: int, refs: list[MediaRef]
+    nodes: list[Node], message: Message, fields: int, sampled: int, refs: list[MediaRef]
 ) -> Node:
     items = [MediaItem(ref=ref, family="tiny", grid=(1, 2, 2), fingerprint="f") for ref in refs]
     return Node(
         id=len(nodes),
         parent=len(nodes) - 1,
         message=message,
-        token_ids=int32_array(range(10, 10 + given + sampled)),
-        sampled_start=given,
+        token_ids=int32_array(range(10, 10 + fields + sampled)),
+        sampled_start=fields,
         logprobs=float32_array([-0.01, -0.7, -3.0][:sampled]),
         versions=(PolicySpan(version=7, epoch=0, start=0, stop=sampled),) if sampled else (),
         slots=tuple(Slot(offset=1, length=1, item=item) for item in items),
@@ -140,7 +140,7 @@ def write_tokenizer(path: Path, words: list[str]) -> None:
 
 
 def write_run(path: Path, steps: int = 20, text: str = "") -> RunDir:
-    """A run that went well."""
+    """A successful run."""
     run_dir = RunDir(path)
     run_dir.make()
     checkpoint = path / "checkpoint"

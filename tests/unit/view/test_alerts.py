@@ -31,8 +31,8 @@ def test_learning_run_raises_no_alert(tmp_path: Path) -> None:
 
 def test_reward_far_below_its_best_is_a_collapse(tmp_path: Path) -> None:
     steps = [{"reward": 0.8 if i < 30 else 0.1} for i in range(60)]
-    found = kinds(tmp_path, steps)
-    assert found == {"collapses": "The reward fell to 0.1 from 0.8 around step 10."}
+    alerts = kinds(tmp_path, steps)
+    assert alerts == {"collapses": "The reward fell to 0.1 from 0.8 around step 10."}
 
 
 def test_zero_entropy_is_a_collapse_unless_the_task_is_solved(tmp_path: Path) -> None:
@@ -40,19 +40,19 @@ def test_zero_entropy_is_a_collapse_unless_the_task_is_solved(tmp_path: Path) ->
     certain = [{"entropy": 0.001, "loss": 0.1} for _ in range(20)]
     for folder, late in (("", 0.4), ("sure", 1.0)):
         kinds(tmp_path / folder, certain, "train")
-        found = kinds(tmp_path / folder, [{"reward": 0.9}] + [{"reward": late} for _ in range(19)])
-        assert ("collapses" in found) == (late < 0.9), found
+        alerts = kinds(tmp_path / folder, [{"reward": 0.9}] + [{"reward": late} for _ in range(19)])
+        assert ("collapses" in alerts) == (late < 0.9), alerts
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 def test_non_finite_metric_is_a_divergence(tmp_path: Path, name: str) -> None:
-    found = kinds(tmp_path, [{"loss": 1.0, "grad_norm": 1.0} | {name: float("nan")}], "train")
-    assert found == {"diverges": f"{name} is not a finite number at step 1."}
+    alerts = kinds(tmp_path, [{"loss": 1.0, "grad_norm": 1.0} | {name: float("nan")}], "train")
+    assert alerts == {"diverges": f"{name} is not a finite number at step 1."}
 
 
 def test_exploding_gradient_and_rising_sft_loss_are_divergences(tmp_path: Path) -> None:
     norms = [{"grad_norm": 1.0} for _ in range(30)] + [{"grad_norm": 90.0} for _ in range(3)]
-    assert "is 90; its median was 1" in kinds(tmp_path, norms, "train")["diverges"]
+    assert "is 90. Its median was 1" in kinds(tmp_path, norms, "train")["diverges"]
     (tmp_path / "sft").mkdir()
     losses = [{"loss": 2.0 if i < 20 else 7.0} for i in range(40)]
     assert "diverges" in kinds(tmp_path / "sft", losses, "sft")

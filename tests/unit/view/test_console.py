@@ -5,7 +5,8 @@ import pytest
 from rich.console import Console
 
 from sightline.run import RunDir
-from sightline.view.console import LiveView, step_line
+from sightline.view.console import LiveView, describe_events, step_line
+from sightline.view.events import read_events
 from sightline.wire.event import Event
 
 from .event_fixtures import T0, append, evaluation, state, step, train
@@ -20,9 +21,9 @@ class Clock:
 
 @pytest.fixture
 def run_dir(tmp_path):
-    found = RunDir(tmp_path / "demo")
-    found.make()
-    return found
+    new_run_dir = RunDir(tmp_path / "demo")
+    new_run_dir.make()
+    return new_run_dir
 
 
 def view_of(run_dir, terminal=False, plain=False):
@@ -50,6 +51,23 @@ def test_lines_are_rate_limited_but_include_the_first_and_last(run_dir):
     view.close()
     steps = [line.split("/")[0] for line in file.getvalue().splitlines()]
     assert steps == ["step  1", "step  6", "step 11", "step 12"]
+
+
+def test_supervised_run_shows_its_progress_with_the_time_left(run_dir):
+    view, file, clock = view_of(run_dir, plain=True)
+    for k in range(1, 13):
+        clock.now += 1.0
+        values = {"loss": 1 / k, "steps_total": 12, "eta_s": 12.0 - k}
+        append(run_dir, Event(time=clock.now, process="sft", kind="sft", step=k, values=values))
+        view.update()
+    view.close()
+    assert file.getvalue().splitlines() == [
+        "sft step  1/12  loss 1.0000  left 0:11",
+        "sft step  6/12  loss 0.1667  left 0:06",
+        "sft step 11/12  loss 0.0909  left 0:01",
+        "sft step 12/12  loss 0.0833  left 0:00",
+    ]
+    assert describe_events(read_events(run_dir.metrics)) == ("training", [])
 
 
 def test_lines_count_broken_and_truncated_rollouts_with_causes(run_dir):
@@ -88,40 +106,43 @@ def test_panel_shows_the_run_state_in_80_columns(run_dir):
     append(run_dir, state("training", T0))
     for k in range(1, 31):
         append(run_dir, train(k, loss=-0.0123), step(k, mismatch_kl=None))
-    # Steps that come again after a kill take the place of those that were lost.
+    # Steps that are replayed after a kill replace the lost ones.
     append(run_dir, step(25, reward=0.77, mismatch_kl=None))
     clock.now = T0 + 60
     view.close()
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\n", file.getvalue())
-    assert max(map(len, shown.splitlines())) == 80
+    screen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\n", file.getvalue())
+    assert max(map(len, screen.splitlines())) == 80
     for text in (
         "demo", "training", "step 25/150", "reward    0.770", "lag 0.4/1", "tokens/s 1.9k",
         "loss -0.0123", "mismatch KL -", "train 1.6k", "sent 9.6k", "unique 36", "1:00 elapsed",
     ):  # fmt: skip
-        assert text in shown, text
-    assert len(re.findall("[▁▂▃▄▅▆▇█]+", shown)[-1]) == 25
+        assert text in screen, text
+    assert len(re.findall("[▁▂▃▄▅▆▇█]+", screen)[-1]) == 25
 
 
 def test_blind_run_and_failed_sink_print_a_line(run_dir):
     view, file, _ = view_of(run_dir)
     looks = {"is_blind": False, "words": "The model looks."}
+    weak = {"is_blind": False, "is_weak": True, "words": "The model barely uses its images."}
     blind = {"is_blind": True, "words": "Blind: exchanging the images changes nothing."}
     sink = {"words": "sink wandb: did not end in time"}
     append(
         run_dir,
         Event(time=T0, process="trainer", kind="probe", step=5, values=looks),
+        Event(time=T0, process="trainer", kind="probe", step=7, values=weak),
         Event(time=T0, process="trainer", kind="probe", step=10, values=blind),
         Event(time=T0, process="launcher", kind="sink", values=sink),
     )
     view.update()
     assert file.getvalue().splitlines() == [
+        "step 7: The model barely uses its images.",
         "step 10: Blind: exchanging the images changes nothing.",
         "sink wandb: did not end in time",
     ]
 
 
 class Gone(io.StringIO):
-    """An output that was there and is no more."""
+    """An output stream that was closed."""
 
     is_gone = False
 

@@ -1,4 +1,4 @@
-"""The dashboard on run directories that somebody else made: links, pipes, huge numbers."""
+"""The dashboard on untrusted run directories: links, pipes, huge numbers."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def test_link_outside_the_runs_folder_is_not_followed(run_dir: RunDir, name: str
             file.write_text(json.dumps(step) + "\n")
     inside.symlink_to(outside)
     before = sorted(outside.iterdir()) if outside.is_dir() else []
-    said = read_all(run_dir.path.parent)
-    assert SECRET not in said
-    assert f"skipped, because they are links or not regular files: {name}" in said
+    pages = read_all(run_dir.path.parent)
+    assert SECRET not in pages
+    assert f"skipped, because they are links or not regular files: {name}" in pages
     assert before == (sorted(outside.iterdir()) if outside.is_dir() else [])
 
 
@@ -117,8 +117,8 @@ def test_named_pipe_in_place_of_a_file_does_not_block(run_dir: RunDir) -> None:
         (run_dir.path / name).unlink(missing_ok=True)
         os.mkfifo(run_dir.path / name)
     os.mkfifo(run_dir.logs / "server.log")
-    said = read_all(run_dir.path.parent)
-    assert "metrics.jsonl, notes.md, verdicts.jsonl, logs/server.log" in said
+    pages = read_all(run_dir.path.parent)
+    assert "metrics.jsonl, notes.md, verdicts.jsonl, logs/server.log" in pages
 
 
 HUGE = (2**63, 2**64 - 1, 2**64, 10**30)
@@ -141,8 +141,8 @@ def test_huge_numbers_in_run_files_affect_only_themselves(run_dir: RunDir) -> No
     run_dir.traces_of(2).write_bytes(FILE_MAGIC + len(changed).to_bytes(4, "big") + changed + rest)
     for name in ("step_99999999999999999999999999", "step_²"):
         (run_dir.traces / f"{name}.msgpack").write_bytes(data)
-    said = read_all(run_dir.path.parent)
-    assert '"total":15' in said and "trace 0: Python int too large" in said
+    pages = read_all(run_dir.path.parent)
+    assert '"total":15' in pages and "trace 0: Python int too large" in pages
 
 
 def test_double_slash_path_does_not_redirect_to_another_host(run_dir: RunDir) -> None:
@@ -176,15 +176,15 @@ def test_many_lines_and_names_are_paginated(tmp_path: Path) -> None:
     view.refresh_all()
     assert view.history.num_rows == 20_000 and not view.history.is_behind
     client = TestClient(build_app(runs), base_url="http://127.0.0.1")
-    found = client.get("/api/metrics?run=many-001&names=reward,m.*,n7").json()
-    assert len(found["names"]) == 4002 and len(found["step"]) == 2000
-    assert found["step"][0] == 0 and found["step"][-1] == 19_999
-    assert len(found["columns"]) <= 26 and found["columns"]["reward"] == [0.5] * 2000
+    body = client.get("/api/metrics?run=many-001&names=reward,m.*,n7").json()
+    assert len(body["names"]) == 4002 and len(body["step"]) == 2000
+    assert body["step"][0] == 0 and body["step"][-1] == 19_999
+    assert len(body["columns"]) <= 26 and body["columns"]["reward"] == [0.5] * 2000
     new = {"time": 1e9, "process": "t", "kind": "step", "step": 20_000, "values": {"reward": 1}}
     with open(run_dir.metrics, "a") as file:
         file.write(json.dumps(new) + "\n")
     view.refresh()
-    news = client.get(f"/api/metrics?run=many-001&names=reward&cursor={found['cursor']}").json()
+    news = client.get(f"/api/metrics?run=many-001&names=reward&cursor={body['cursor']}").json()
     assert (news["step"], news["columns"]) == ([20_000], {"reward": [1.0]})
     runs.close()
 

@@ -1,4 +1,4 @@
-"""The index finds what a run directory holds, keeps up with it, and survives what is broken."""
+"""The index finds the contents of a run directory, follows it, and tolerates damage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(written: Path, tmp_path: Path) -> RunDir:
-    """A copy that a test may break."""
+    """Return a copy that a test may damage."""
     shutil.copytree(written, tmp_path / "run")
     return RunDir(tmp_path / "run")
 
@@ -60,16 +60,16 @@ def test_every_rollout_is_indexed_at_its_position(run_dir: RunDir) -> None:
     index = RolloutIndex(run_dir)
     index.refresh()
     traces = traces_of(run_dir)
-    found = page(index)
-    assert found["total"] == len(traces) == 80
-    assert places(found) == {(file, number) for file, number, _ in traces}
-    newest = [row["step"] for row in found["rows"]]
+    rollouts = page(index)
+    assert rollouts["total"] == len(traces) == 80
+    assert places(rollouts) == {(file, number) for file, number, _ in traces}
+    newest = [row["step"] for row in rollouts["rows"]]
     assert newest == sorted(newest, reverse=True)
     with index.connect_readonly() as connection:
         listed = queries.list_images(connection, "most", 0, 200)
-    shown = Counter(s.item.ref.digest for _, _, t in traces for n in t.nodes for s in n.slots)
-    assert {row["digest"]: row["num_shown"] for row in listed["rows"]} == shown
-    assert listed["shown"] == shown.total()
+    num_uses = Counter(s.item.ref.digest for _, _, t in traces for n in t.nodes for s in n.slots)
+    assert {row["digest"]: row["num_shown"] for row in listed["rows"]} == num_uses
+    assert listed["shown"] == num_uses.total()
 
 
 def test_filters_match_the_traces(run_dir: RunDir) -> None:
@@ -114,8 +114,8 @@ def test_late_or_rewritten_step_is_indexed(run_dir: RunDir) -> None:
     run_dir.traces_of(4).write_bytes(later)
     assert index.refresh()
     assert page(index)["total"] == 80
-    kept = list(read_traces(run_dir.traces_of(4)))[:3]
-    write_traces(run_dir.traces_of(4), kept)
+    traces = list(read_traces(run_dir.traces_of(4)))[:3]
+    write_traces(run_dir.traces_of(4), traces)
     index.refresh()
     assert page(index, step_from=4)["total"] == 3
     run_dir.traces_of(4).unlink()
@@ -123,8 +123,8 @@ def test_late_or_rewritten_step_is_indexed(run_dir: RunDir) -> None:
     assert page(index)["total"] == 60
     with index.connect_readonly() as connection:
         listed = queries.list_images(connection, "most", 0, 200)
-    shown = sum(len(n.slots) for _, _, t in traces_of(run_dir) for n in t.nodes)
-    assert listed["shown"] == shown
+    num_images = sum(len(n.slots) for _, _, t in traces_of(run_dir) for n in t.nodes)
+    assert listed["shown"] == num_images
 
 
 def test_scores_written_after_the_traces_are_indexed(run_dir: RunDir) -> None:
@@ -140,7 +140,7 @@ def test_scores_written_after_the_traces_are_indexed(run_dir: RunDir) -> None:
 
 
 def test_mismatch_matches_the_token_scores(run_dir: RunDir) -> None:
-    """Against the plainest computation: a loop over tokens."""
+    """Compare with a plain loop over tokens."""
     index = RolloutIndex(run_dir)
     index.refresh()
     sums: dict[tuple[str, int], list[float]] = {}
@@ -177,18 +177,18 @@ def test_mismatch_matches_the_token_scores(run_dir: RunDir) -> None:
                 for dimension, bucket in buckets.items():
                     sums.setdefault((dimension, bucket), []).append(kl)
     with index.connect_readonly() as connection:
-        found = queries.sum_mismatch(connection, None, None, fresh=False)
+        mismatch = queries.sum_mismatch(connection, None, None, fresh=False)
     measured = {
         (dimension, cell["bucket"]): cell
-        for dimension, cells in found["dimensions"].items() for cell in cells
+        for dimension, cells in mismatch["dimensions"].items() for cell in cells
     }  # fmt: skip
-    assert set(found["dimensions"]) == set(DIMENSIONS)
+    assert set(mismatch["dimensions"]) == set(DIMENSIONS)
     assert measured.keys() == sums.keys()
     for key, values in sums.items():
         assert measured[key]["tokens"] == len(values)
         assert measured[key]["kl"] == pytest.approx(np.mean(values), rel=1e-9)
         assert measured[key]["worst"] == pytest.approx(max(values), rel=1e-9)
-    assert found["worst"][0]["kl"] == pytest.approx(max(kls), rel=1e-9)
+    assert mismatch["worst"][0]["kl"] == pytest.approx(max(kls), rel=1e-9)
 
 
 def test_page_is_notified_of_run_end_and_log_growth(run_dir: RunDir) -> None:
@@ -227,7 +227,7 @@ def test_broken_and_foreign_files_are_skipped_and_named(run_dir: RunDir) -> None
         file.write(b'{"not": "an event"}\n{"time": 17900')
     view = RunView("run", run_dir)
     view.refresh_all()
-    # A line that is being written is no problem; one that nobody will end is.
+    # A line that is still being written is not a problem. A line that stays incomplete is.
     assert not any("torn" in problem for problem in view.problems())
     os.utime(run_dir.metrics, (0, 0))
     said = "\n".join(view.problems())

@@ -1,4 +1,4 @@
-"""The dashboard's access: who may ask, and what can be had from it."""
+"""The dashboard's access control and routes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SVG = b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>"
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     path = tmp_path_factory.mktemp("served") / "synthetic"
     size = SyntheticSize(steps=2, rollouts_per_step=10, images=8, conversations=10, group_size=5)
-    made = write_synthetic_run(path, size)
-    (made.logs / "trainer.log").write_text("first\n" * 20_000 + "last line\n")
+    new_run_dir = write_synthetic_run(path, size)
+    (new_run_dir.logs / "trainer.log").write_text("first\n" * 20_000 + "last line\n")
     (path.parent / "secret.log").write_text("not yours")
-    return made
+    return new_run_dir
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +48,15 @@ RUN = {"run": "synthetic"}
 def test_a_rollout_has_its_messages_tokens_and_scores(client: TestClient, run_dir: RunDir) -> None:
     where = RUN | {"file": "step_000002.msgpack", "number": 1}
     trace = list(read_traces(run_dir.traces_of(2)))[1]
-    found = client.get("/api/rollout", params=where).json()
-    assert found["id"] == trace.id and found["branches"] == trace.branches()
-    assert [node["parent"] for node in found["nodes"]] == [node.parent for node in trace.nodes]
+    body = client.get("/api/rollout", params=where).json()
+    assert body["id"] == trace.id and body["branches"] == trace.branches()
+    assert [node["parent"] for node in body["nodes"]] == [node.parent for node in trace.nodes]
     for node in trace.nodes:
         tokens = client.get("/api/tokens", params=where | {"node": node.id}).json()
         assert tokens["ids"] == node.token_ids.numpy().tolist()
         assert tokens["logprobs"] == pytest.approx(node.logprobs.numpy().tolist())
         assert tokens["slots"] == [[s.offset, s.length, s.item.ref.digest] for s in node.slots]
-        if found["verdict"] == "train" and node.is_turn:
+        if body["verdict"] == "train" and node.is_turn:
             assert len(tokens["trainer"]) == len(tokens["advantages"]) == node.num_sampled
     assert client.get("/api/tokens", params=where | {"node": 99}).status_code == 404
     assert client.get("/api/rollout", params=where | {"number": 99}).status_code == 404

@@ -74,7 +74,7 @@ def test_datasets_library_loads_the_export_with_images(run_dir: RunDir, tmp_path
 
 
 def test_export_memory_does_not_grow_with_size(tmp_path: Path) -> None:
-    """Arrow's own peak and Python's: six times the rollouts, about the same memory."""
+    """Compare the peaks of Arrow and Python: six times the rollouts use about the same memory."""
     store = MediaStore(tmp_path / "media")
     noise = np.random.default_rng(0)
     base = write_synthetic_run(
@@ -113,7 +113,7 @@ def test_export_memory_does_not_grow_with_size(tmp_path: Path) -> None:
 
 
 class Peak:
-    """The most bytes that a pool held, looked at often."""
+    """Return the peak size of a pool, sampled often."""
 
     def __init__(self, pool: pyarrow.MemoryPool) -> None:
         self._pool, self.most, self._over = pool, 0, threading.Event()

@@ -1,6 +1,6 @@
-"""Run directories of every version can be read and resumed by this one.
+"""This version can read and resume run directories of every version.
 
-`python tests/tiny_run.py` wrote them, each with the code of its version.
+`python tests/tiny_run.py` wrote each with the code of its version.
 """
 
 from __future__ import annotations
@@ -71,5 +71,5 @@ def test_every_reader_shows_the_golden_run(
     assert main(["trace", "export", str(golden.traces_of(3))]) == 0
     assert "color_codeword" in write_report(golden).read_text()
     with TestClient(build_app(RunCollection([golden.path])), base_url="http://localhost") as web:
-        [shown] = web.get("/api/runs").json()
-    assert shown["env"] == "color_codeword"
+        [runs_page] = web.get("/api/runs").json()
+    assert runs_page["env"] == "color_codeword"

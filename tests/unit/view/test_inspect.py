@@ -29,29 +29,29 @@ def write_batch(run_dir: RunDir, raw: bytes, step: int = 1) -> None:
 @pytest.fixture
 def run_dir(tmp_path: Path, tiny_model: Path) -> RunDir:
     """A run of one step whose batch is kept."""
-    made = RunDir(tmp_path / "run")
-    made.make()
+    new_run_dir = RunDir(tmp_path / "run")
+    new_run_dir.make()
     values = {
         "model": {"path": str(tiny_model)},
         "env": {"name": "color_codeword"},
         "trainer": {"micro_batch_tokens": 200},
     }
-    made.config.write_text(dump_toml(RunFile.model_validate(values)))
-    drawn = samples(tiny_model, MediaStore(made.media), count=6)
+    new_run_dir.config.write_text(dump_toml(RunFile.model_validate(values)))
+    drawn = samples(tiny_model, MediaStore(new_run_dir.media), count=6)
     batch = Batch(1, [msgspec.structs.replace(sample, advantages=None) for sample in drawn])
-    write_batch(made, batch.to_bytes())
-    return made
+    write_batch(new_run_dir, batch.to_bytes())
+    return new_run_dir
 
 
 def test_clean_run_has_only_references(run_dir: RunDir) -> None:
-    found = inspect_run(run_dir)
+    report = inspect_run(run_dir)
     batch = Batch.from_bytes(run_dir.batch(1).read_bytes())
     digests = {item.ref.digest for sample in batch.samples for item in sample.items}
-    assert found.is_clean and found.batches_as_sent == 1 and found.batches_rebuilt == 0
-    assert found.samples == 6 and found.distinct_files == len(digests) > 1
-    assert found.slots == sum(len(sample.slots) for sample in batch.samples)
-    assert 1 < found.micro_batches_with_references <= found.micro_batches
-    assert found.descriptors >= found.distinct_files
+    assert report.is_clean and report.batches_as_sent == 1 and report.batches_rebuilt == 0
+    assert report.samples == 6 and report.distinct_files == len(digests) > 1
+    assert report.slots == sum(len(sample.slots) for sample in batch.samples)
+    assert 1 < report.micro_batches_with_references <= report.micro_batches
+    assert report.descriptors >= report.distinct_files
 
 
 def test_missing_image_file_is_reported_by_the_command(
@@ -68,8 +68,8 @@ def test_missing_image_file_is_reported_by_the_command(
 
 def test_a_data_url_in_a_log_is_found(run_dir: RunDir) -> None:
     (run_dir.logs / "worker-0.log").write_text("GET data:image/png;base64,iVBORw0KGgo=\n")
-    found = inspect_run(run_dir)
-    assert found.data_urls >= 1 and not found.is_clean
+    report = inspect_run(run_dir)
+    assert report.data_urls >= 1 and not report.is_clean
 
 
 def test_pixels_in_a_batch_are_counted_or_refused(run_dir: RunDir) -> None:

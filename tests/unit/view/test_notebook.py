@@ -45,12 +45,12 @@ def test_notebook_run_has_tables_traces_and_images(run_dir: RunDir) -> None:
 
 def test_rollout_tokens_match_its_trace(run_dir: RunDir) -> None:
     run = sightline.open_run(run_dir.path)
-    (found,) = run.find(limit=1, verdict="train")
-    tokens = found.tokens
-    ids = [i for node in found.trace.nodes for i in node.token_ids.numpy().tolist()]
+    (rollout,) = run.find(limit=1, verdict="train")
+    tokens = rollout.tokens
+    ids = [i for node in rollout.trace.nodes for i in node.token_ids.numpy().tolist()]
     assert tokens["token_id"].tolist() == ids
     sampled = tokens[tokens["sampled"]]
-    assert len(sampled) == found.trace.num_sampled
+    assert len(sampled) == rollout.trace.num_sampled
     ratio = np.exp(sampled["trainer"] - sampled["sampler"])
     assert np.allclose(sampled["ratio"], ratio, rtol=1e-5)
     assert tokens[~tokens["sampled"]]["trainer"].isna().all()
@@ -80,5 +80,5 @@ def test_the_example_notebook_runs_from_its_first_cell_to_its_last(run_dir: RunD
         capture_output=True, text=True, timeout=400, cwd=run_dir.path.parent.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    shown = {kind for cell in json.loads(done.stdout.splitlines()[-1]) for o in cell for kind in o}
-    assert {"text/html", "image/png"} <= shown
+    kinds = {kind for cell in json.loads(done.stdout.splitlines()[-1]) for o in cell for kind in o}
+    assert {"text/html", "image/png"} <= kinds

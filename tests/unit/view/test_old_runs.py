@@ -43,19 +43,19 @@ def test_stored_settings_with_old_names_are_read() -> None:
     values = tomllib.loads(GOLDEN.read_text())
     old = [key for key in RENAMED if key.partition(".")[2] in values.get(key.partition(".")[0], {})]
     assert old == list(RENAMED)
-    found = config.load_config(config.RunFile, GOLDEN)
-    assert found.algorithm.aggregation == values["trainer"]["loss_aggregation"]
+    loaded_config = config.load_config(config.RunFile, GOLDEN)
+    assert loaded_config.algorithm.aggregation == values["trainer"]["loss_aggregation"]
 
 
 def test_dashboard_and_notebook_show_current_names(old_run: RunDir) -> None:
     with TestClient(build_app(RunCollection([old_run.path])), base_url="http://localhost") as web:
-        shown = web.get("/api/settings?run=old-001").json()
+        body = web.get("/api/settings?run=old-001").json()
         assert web.get("/api/runs").json()[0]["env"] == "color_codeword"
-    assert "loss_aggregation" in shown["text"]
-    assert "loss_aggregation" not in shown["settings"]["trainer"]
-    assert shown["settings"]["algorithm"]["aggregation"] == "tokens"
+    assert "loss_aggregation" in body["text"]
+    assert "loss_aggregation" not in body["settings"]["trainer"]
+    assert body["settings"]["algorithm"]["aggregation"] == "tokens"
     run = sightline.open_run(old_run.path)
-    assert run.settings == shown["settings"] and len(run.rollouts) == 40
+    assert run.settings == body["settings"] and len(run.rollouts) == 40
     assert "color" not in "".join(run.problems)
 
 

@@ -49,7 +49,7 @@ def test_hostile_text_executes_no_script(tmp_path):
     assert "<script" not in outside
     assert "<img" not in outside
     page = (run_dir.report / "index.html").read_text()
-    # Our three script elements and no other: a text cannot open or close one.
+    # The page has only our three script elements: text cannot open or close one.
     assert page.count("<script") == page.count("</script") == 3
     assert "default-src 'none'" in page
 

@@ -1,4 +1,4 @@
-"""How a run stands, by its own files; and the commands that say it, stop it and prune it."""
+"""The status of a run from its files, and the commands that print it, stop it and prune it."""
 
 from __future__ import annotations
 
@@ -41,36 +41,54 @@ def eval_event(name: str, reward: float) -> Event:
 def test_every_end_of_a_run_has_its_own_state(tmp_path: Path) -> None:
     done = make_run(tmp_path / "done")
     summarize(done)
-    found = get_status(done)
-    assert (found.state, found.step, found.first, found.last) == ("finished", 3, 0.25, 0.75)
+    status = get_status(done)
+    assert (status.state, status.step, status.first, status.last) == ("finished", 3, 0.25, 0.75)
     stopped = make_run(tmp_path / "stopped", 2)
     summarize(stopped, stopped_by="a signal")
     assert get_status(stopped).state == "stopped" and not get_status(stopped).cause
     failed = make_run(tmp_path / "failed", 2)
     summarize(failed, stopped_by="trainer ended with 1: no room")
-    found = get_status(failed)
-    assert (found.state, found.cause) == ("failed", "trainer ended with 1: no room")
+    status = get_status(failed)
+    assert (status.state, status.cause) == ("failed", "trainer ended with 1: no room")
     killed = make_run(tmp_path / "killed", 2)
     assert get_status(killed).state == "failed" and "killed" in get_status(killed).cause
     with lock_run_dir(killed):
-        found = get_status(killed)
-        assert found.state == "running" and found.launcher is not None and found.launcher.is_here
+        status = get_status(killed)
+        assert status.state == "running" and status.launcher is not None and status.launcher.is_here
+
+
+def test_supervised_run_has_a_phase_a_loss_and_the_time_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = RunDir(tmp_path / "warm")
+    run_dir.make()
+    run_dir.config.write_text('[run]\nsteps = 4\n[model]\npath = "m"\n[sft]\noutput_dir = "w"\n')
+    for k in (1, 2):
+        values = {"loss": 2.0 / k, "steps_total": 4, "eta_s": 30.0}
+        append(run_dir, Event(time=T0 + k, process="sft", kind="sft", step=k, values=values))
+    with lock_run_dir(run_dir):
+        assert main(["status", str(run_dir.path)]) == 0
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    shown = {row[0]: row[1].strip() for row in rows}
+    assert shown["state"].startswith("running: training (process ")
+    assert shown["step"] == "2 of 4" and shown["loss"] == "2.000 -> 1.000"
+    assert shown["newest"] == "sft step 2/4  loss 1.0000  left 0:30"
 
 
 def test_run_without_summary_or_metrics_still_reports_its_end(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "done")
     values = {"outcome": "failed", "problem": "trainer was killed"}
     append(run_dir, Event(time=T0, process="launcher", kind="end", step=0, values=values))
-    found = get_status(run_dir)
-    assert (found.state, found.cause) == ("failed", "trainer was killed"), "without a summary"
+    status = get_status(run_dir)
+    assert (status.state, status.cause) == ("failed", "trainer was killed"), "without a summary"
     run_dir.metrics.write_bytes(run_dir.metrics.read_bytes().replace(b'"train"', b'"tra?n', 1))
     run_dir.ledger.write_bytes(b"{}\n" * 3)
-    found = get_status(run_dir)
-    assert (found.cause, found.step) == ("trainer was killed", 3)
+    status = get_status(run_dir)
+    assert (status.cause, status.step) == ("trainer was killed", 3)
     summarize(run_dir, stopped_by="trainer was killed")
     run_dir.metrics.unlink()
-    found = get_status(run_dir)
-    assert (found.state, found.cause, found.step) == ("failed", "trainer was killed", 3)
+    status = get_status(run_dir)
+    assert (status.state, status.cause, status.step) == ("failed", "trainer was killed", 3)
 
 
 def test_runs_are_listed_with_their_state_and_one_is_shown_in_full(
@@ -85,9 +103,9 @@ def test_runs_are_listed_with_their_state_and_one_is_shown_in_full(
     assert ["good", "finished", "3/3", "0.250", "->", "0.750"] in [line[:6] for line in lines]
     assert ["bad", "failed", "1/3", "0.250", "->", "-"] in [line[:6] for line in lines]
     assert main(["status", str(bad.path)]) == 0
-    said = capsys.readouterr().out
-    assert "server was killed by SIGKILL" in said and "eval start" in said
-    assert "sightline rl --resume" in said
+    output = capsys.readouterr().out
+    assert "server was killed by SIGKILL" in output and "eval start" in output
+    assert "sightline rl --resume" in output
     assert main(["status", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
 
@@ -116,12 +134,12 @@ def test_stop_signals_the_launcher_and_waits_for_its_exit(
     words = [sys.executable, "-c", LAUNCHER, str(run_dir.path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None and launcher.stdout.readline() == "locked\n"
-        found = find_launcher(run_dir)
-        assert found is not None and found.pid == launcher.pid
+        launcher_pid = find_launcher(run_dir)
+        assert launcher_pid is not None and launcher_pid.pid == launcher.pid
         assert main(["stop", str(run_dir.path)]) == 0
     assert launcher.returncode == 0, "it ended in order"
-    said = capsys.readouterr().out
-    assert "is stopped at step 2 of 3" in said and "resume: sightline rl --resume" in said
+    output = capsys.readouterr().out
+    assert "is stopped at step 2 of 3" in output and "resume: sightline rl --resume" in output
     assert main(["stop", str(run_dir.path)]) == 0
     assert "is not running: it is stopped" in capsys.readouterr().out
 
@@ -133,30 +151,34 @@ def test_prune_lists_files_and_removes_them_on_request(
     live = make_run(tmp_path / "live", 2)
     summarize(done)
     store = MediaStore(done.media)
-    shown, kept = (store.put(Image.new("RGB", (8, 8), colour)) for colour in ("red", "blue"))
+    refs, used_ref = (store.put(Image.new("RGB", (8, 8), colour)) for colour in ("red", "blue"))
     for run_dir in (done, open_run, live):
-        run_dir.traces_of(1).write_bytes(shown.digest.encode())
+        run_dir.traces_of(1).write_bytes(refs.digest.encode())
         run_dir.batch(1).write_bytes(b"b" * 50)
-    (done.checkpoints / "names").write_text(kept.digest)
-    for ref in (shown, kept):
+    (done.checkpoints / "names").write_text(used_ref.digest)
+    for ref in (refs, used_ref):
         os.utime(store.path(ref.digest), (0, 0))
     with lock_run_dir(live):
         words = ["prune", str(tmp_path)]
         assert main(words) == 0
-        said = capsys.readouterr().out
-        assert "done: traces, batches" in said and "open: traces (" in said and "live" not in said
-        assert "--yes removes" in said and done.traces_of(1).is_file()
+        output = capsys.readouterr().out
+        assert (
+            "done: traces, batches" in output
+            and "open: traces (" in output
+            and "live" not in output
+        )
+        assert "--yes removes" in output and done.traces_of(1).is_file()
         assert main([*words, "--older-than-days", "1", "--yes"]) == 0
         assert done.traces_of(1).is_file(), "it was written a moment ago"
         assert main([*words, "--yes"]) == 0
     assert not done.traces.exists() and not done.batches.exists()
     assert not open_run.traces.exists() and open_run.batch(1).is_file(), "a resume needs it"
     assert live.traces_of(1).is_file()
-    assert store.has(shown.digest), "prune deletes no images"
+    assert store.has(refs.digest), "prune deletes no images"
     assert main(["media", "gc", "--run", str(done.path)]) == 0
     assert "removed 1 images" in capsys.readouterr().out
     fresh = MediaStore(done.media)
-    assert not fresh.has(shown.digest) and fresh.has(kept.digest)
+    assert not fresh.has(refs.digest) and fresh.has(used_ref.digest)
     assert done.config.is_file() and done.metrics.is_file() and done.checkpoints.is_dir()
 
 
@@ -188,8 +210,8 @@ def test_link_outside_the_folder_is_neither_run_nor_file(
     (runs / "again").symlink_to(inside.path)
     inside.summary.symlink_to(elsewhere.summary)
     assert main(["ls", str(runs)]) == 0
-    said = capsys.readouterr().out
-    assert "linked" not in said and "finished" not in said and "again" in said
+    output = capsys.readouterr().out
+    assert "linked" not in output and "finished" not in output and "again" in output
     assert get_status(inside).step == 0
 
 

@@ -1,4 +1,4 @@
-"""How a run is, and why: read from its events, its summary and its notes."""
+"""The state of a run and its cause, from its events, summary and notes."""
 
 from __future__ import annotations
 
@@ -33,24 +33,26 @@ def test_failure_signal_and_normal_end_are_distinguished(run_dir: RunDir) -> Non
     events = EventLog(run_dir.metrics, "launcher")
     problem = "trainer ended with 1: no\nTraceback (most recent call last):\n  x\nKeyError: 'a'\n"
     events.write("end", outcome="failed", problem=problem, fix="mend it")
-    found = view_of(run_dir).overview()
-    assert found["state"] == "failed" and found["steps_total"] == 40
-    assert found["end"]["cause"] == "trainer ended with 1: no: KeyError: 'a'"
-    assert found["end"]["fix"] == "mend it"
+    overview = view_of(run_dir).overview()
+    assert overview["state"] == "failed" and overview["steps_total"] == 40
+    assert overview["end"]["cause"] == "trainer ended with 1: no: KeyError: 'a'"
+    assert overview["end"]["fix"] == "mend it"
     assert summarize(run_dir, stopped_by=problem)["outcome"] == "failed"
-    # A resume takes it back, and a signal is no failure.
+    # A resume clears it, and a signal is not a failure.
     run_dir.summary.unlink()
     events.write("state", phase="starting")
     assert view_of(run_dir).state == "running"
     events.write("step", 3, reward=0.5)
     events.write("end", outcome="stopped", problem="a signal", fix="")
-    found = view_of(run_dir).overview()
-    assert found["state"] == "stopped"
-    assert found["end"]["fix"] == f"resume with `sightline rl --resume {run_dir.path}`"
+    overview = view_of(run_dir).overview()
+    assert overview["state"] == "stopped"
+    assert overview["end"]["fix"] == f"resume with `sightline rl --resume {run_dir.path}`"
     events.write("goal", 9, stop_at=0.9, reward=0.95, held_out=0.93, is_reached=True)
     events.write("end", outcome="finished", problem="", fix="")
-    found = view_of(run_dir).overview()
-    assert found["state"] == "finished" and "stop_at = 0.9 was reached at step 9" in str(found)
+    overview = view_of(run_dir).overview()
+    assert overview["state"] == "finished" and "stop_at = 0.9 was reached at step 9" in str(
+        overview
+    )
 
 
 def test_exceptions_are_counted_by_their_last_line(run_dir: RunDir) -> None:
@@ -67,8 +69,8 @@ def test_exceptions_are_counted_by_their_last_line(run_dir: RunDir) -> None:
     write_traces(run_dir.traces_of(1), traces)
     view = view_of(run_dir)
     with view.index.connect_readonly() as connection:
-        found = queries.list_errors(connection)
-        assert [(one["error"], one["num"], one["trace_id"]) for one in found] == [
+        errors = queries.list_errors(connection)
+        assert [(error["error"], error["num"], error["trace_id"]) for error in errors] == [
             ("KeyError: 'colour'", 2, "g1.0"),
             ("no image", 1, "g2.0"),
         ]

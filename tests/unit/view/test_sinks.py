@@ -1,4 +1,4 @@
-"""Sinks: what arrives in them, and that none of them can hold up anything."""
+"""Sinks: what they receive, and that no sink delays a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from store_kinds import BUCKET, BucketBacking, s3_server
 from synthetic_run import SyntheticSize, write_synthetic_run
 
-from sightline.config import LoggingConfig
+from sightline.config import LoggingConfig, validate_config
+from sightline.errors import ConfigError
 from sightline.run import EventLog, RunDir
 from sightline.view.events import by_step, read_events
 from sightline.view.sinks import RolloutRow, Sink, feed_in_background
-from sightline.view.sinks.feed import NUM_SAMPLES, NUM_THUMBNAILS, feed_sinks
+from sightline.view.sinks.feed import NUM_SAMPLES, NUM_THUMBNAILS, build_factories, feed_sinks
 
 
 @pytest.fixture
@@ -30,7 +34,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 class Kept:
-    """A sink that keeps what it is given."""
+    """A sink that records what it receives."""
 
     def __init__(self) -> None:
         self.given: list[tuple[int, dict[str, float]]] = []
@@ -53,13 +57,13 @@ class Failing(Kept):
 
 
 def test_sink_receives_every_metric_and_a_capped_table(run_dir: RunDir) -> None:
-    kept = Kept()
-    feed_sinks(run_dir, {"kept": lambda: kept}, 2, lambda: True)
+    sink = Kept()
+    feed_sinks(run_dir, {"kept": lambda: sink}, 2, lambda: True)
     steps = by_step(read_events(run_dir.metrics), "step")
-    rewards = {step: values["reward"] for step, values in kept.given if "reward" in values}
+    rewards = {step: values["reward"] for step, values in sink.given if "reward" in values}
     assert rewards == {step: event.values["reward"] for step, event in steps.items()}
-    assert set(kept.tables) == {2, 4} and kept.closed
-    for table in kept.tables.values():
+    assert set(sink.tables) == {2, 4} and sink.closed
+    for table in sink.tables.values():
         assert len(table) == NUM_SAMPLES
         for sample in table:
             assert 0 < len(sample.thumbs) <= NUM_THUMBNAILS
@@ -67,18 +71,18 @@ def test_sink_receives_every_metric_and_a_capped_table(run_dir: RunDir) -> None:
 
 
 def test_failing_sink_affects_only_itself_and_continues_later(run_dir: RunDir) -> None:
-    kept, again, fixed = Kept(), Kept(), Kept()
+    sink, again, fixed = Kept(), Kept(), Kept()
 
     def never() -> Sink:
         raise RuntimeError("no account")
 
     problems = feed_sinks(
-        run_dir, {"never": never, "failing": Failing, "kept": lambda: kept}, 2, lambda: True
+        run_dir, {"never": never, "failing": Failing, "kept": lambda: sink}, 2, lambda: True
     )
     assert problems == {
         "never": "RuntimeError: no account", "failing": "OSError: the service is down"
     }  # fmt: skip
-    assert len(kept.given) == 8 and len(kept.tables) == 2 and kept.closed
+    assert len(sink.given) == 8 and len(sink.tables) == 2 and sink.closed
     events = EventLog(run_dir.metrics, "orchestrator")
     events.write("step", 5, reward=0.5)
     events.write("eval", 5, name="final", reward=0.6)
@@ -105,21 +109,21 @@ def test_tensorboard_reads_metrics_images_and_the_table(run_dir: RunDir, tmp_pat
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    found = EventAccumulator(str(run_dir.sinks / "tensorboard"))
-    found.Reload()
+    accumulator = EventAccumulator(str(run_dir.sinks / "tensorboard"))
+    accumulator.Reload()
     steps = by_step(read_events(run_dir.metrics), "step")
-    rewards = {scalar.step: scalar.value for scalar in found.Scalars("reward")}
+    rewards = {scalar.step: scalar.value for scalar in accumulator.Scalars("reward")}
     assert rewards == pytest.approx({s: e.values["reward"] for s, e in steps.items()})
-    assert found.Images("samples/0/0")[0].encoded_image_string.startswith(b"\x89PNG")
-    assert any("samples/table" in tag for tag in found.Tags()["tensors"])
-    (settings,) = found.PluginTagToContent("hparams").values()
+    assert accumulator.Images("samples/0/0")[0].encoded_image_string.startswith(b"\x89PNG")
+    assert any("samples/table" in tag for tag in accumulator.Tags()["tensors"])
+    (settings,) = accumulator.PluginTagToContent("hparams").values()
     hparams = HParamsPluginData.FromString(settings).session_start_info.hparams
     assert hparams["trainer.lr"].number_value == 1e-6
-    # To feed it again adds nothing.
+    # Feeding it again adds nothing.
     feed(run_dir, "tensorboard", tmp_path)
-    found = EventAccumulator(str(run_dir.sinks / "tensorboard"))
-    found.Reload()
-    assert [scalar.step for scalar in found.Scalars("reward")] == [1, 2, 3, 4]
+    accumulator = EventAccumulator(str(run_dir.sinks / "tensorboard"))
+    accumulator.Reload()
+    assert [scalar.step for scalar in accumulator.Scalars("reward")] == [1, 2, 3, 4]
 
 
 def read_wandb(run_dir: RunDir) -> list[Any]:
@@ -146,7 +150,7 @@ def read_wandb(run_dir: RunDir) -> list[Any]:
 def test_wandb_writes_an_offline_run(run_dir: RunDir, tmp_path: Path) -> None:
     feed(run_dir, "wandb", tmp_path, "--offline")
     (folder,) = (run_dir.sinks / "wandb").glob("offline-run-*")
-    # To feed it again adds nothing.
+    # Feeding it again adds nothing.
     feed(run_dir, "wandb", tmp_path, "--offline")
     records = read_wandb(run_dir)
     (run_id,) = {record.run.run_id for record in records if record.run.run_id}
@@ -166,8 +170,8 @@ def test_wandb_writes_an_offline_run(run_dir: RunDir, tmp_path: Path) -> None:
     tables = sorted((folder / "files" / "media" / "table").rglob("samples_*.json"))
     assert len(tables) == 2
     for table in tables:
-        found = json.loads(table.read_text())
-        assert len(found["data"]) == NUM_SAMPLES
+        body = json.loads(table.read_text())
+        assert len(body["data"]) == NUM_SAMPLES
 
 
 @pytest.mark.browser
@@ -190,6 +194,42 @@ def test_trackio_stores_the_metrics(run_dir: RunDir, tmp_path: Path) -> None:
     assert len(configs) == 2 and all('"trainer"' in str(text) for (text,) in configs)
     pictures = list((tmp_path / "trackio").rglob("*.png"))
     assert 2 * NUM_SAMPLES <= len(pictures) <= 4 * NUM_SAMPLES * NUM_THUMBNAILS
+
+
+def test_a_run_uploads_its_samples_itself(run_dir: RunDir, tmp_path: Path) -> None:
+    """An object store gets a parquet file of each step with a table."""
+    problems: list[str] = []
+    logging = LoggingConfig(upload_samples_to=f"s3://{BUCKET}/samples", samples_every=2)
+    backing = BucketBacking("samples")
+    with s3_server():
+        with feed_in_background(logging, run_dir, problems.append):
+            deadline = time.monotonic() + 200
+            while not backing.names() and time.monotonic() < deadline:
+                time.sleep(0.2)
+        assert not problems, (run_dir.logs / "sinks.log").read_text()
+        folder = f"run-001-{(run_dir.sinks / 'run_id').read_text()}"
+        files = [f"{folder}/step_{step:06d}.parquet" for step in (2, 4)]
+        assert backing.names() == files
+        table = pyarrow.parquet.read_table(pyarrow.BufferReader(backing.read(files[1])))
+        assert table.num_rows == 40 and set(table["step"].to_pylist()) == {4}
+        wrong = logging.model_copy(update={"upload_samples_to": "s3://no-such-bucket/samples"})
+        shutil.rmtree(run_dir.sinks / "samples")
+        failed = feed_sinks(run_dir, build_factories(wrong, run_dir), 2, lambda: True)
+    assert "no such bucket: s3://no-such-bucket/samples" in failed["samples"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"upload_samples_to": "https://host/samples"},
+        {"upload_samples_to": "s3://key:secret@bucket/samples"},
+        {"upload_samples_to": "s3://bucket/samples", "samples_every": 0},
+    ],
+)
+def test_upload_that_cannot_work_is_refused_at_load(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="upload_samples_to") as caught:
+        validate_config(LoggingConfig, settings, "[logging]")
+    assert "s3://BUCKET/PREFIX" in caught.value.fix or "samples_every" in caught.value.fix
 
 
 @pytest.mark.browser

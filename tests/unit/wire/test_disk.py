@@ -1,8 +1,9 @@
-"""A disk that is full is an error with a name, and leaves no half of a file behind."""
+"""A full disk raises an error that names the file, and leaves no partial file behind."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,12 @@ import torch
 
 from sightline.compute.weights import write_weights
 from sightline.config import RunFile
-from sightline.errors import DiskFull
+from sightline.errors import DiskFull, StoreFull
+from sightline.launch.checks.machine import SPARE_BYTES
+from sightline.launch.checks.run_files import check_run_disk
 from sightline.launch.processes import Processes
 from sightline.media import MediaStore
+from sightline.media.files import measure_free_space
 from sightline.orchestrator.build import build
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_pool import ServerPool
@@ -27,7 +31,7 @@ from sightline.trace import Trace, write_traces
 from sightline.trainer.checkpoint import Ledger, read_ledger
 from sightline.trainer.run_writer import RunWriter
 from sightline.view.events import read_events
-from sightline.wire.file import append_line, read_lines, write_atomic
+from sightline.wire.file import append_line, check_disk_room, read_lines, write_atomic
 
 SIZE = 256 << 10
 
@@ -35,9 +39,17 @@ SIZE = 256 << 10
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 256 KB."""
-    folder = tmp_path / "disk"
+    yield from mount(tmp_path / "disk", f"size={SIZE}")
+
+
+@pytest.fixture
+def disk_of_80_files(tmp_path: Path) -> Iterator[Path]:
+    yield from mount(tmp_path / "disk", "size=4g,nr_inodes=80")
+
+
+def mount(folder: Path, options: str) -> Iterator[Path]:
     folder.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none", str(folder)]
+    words = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
     if os.geteuid() != 0 or subprocess.run(words, capture_output=True).returncode != 0:
         pytest.skip("needs the right to mount a disk")
     yield folder
@@ -59,6 +71,41 @@ def test_write_to_a_full_disk_names_the_file_and_leaves_nothing(small_disk: Path
         write_traces(small_disk / "traces", [Trace(id="r", error="x" * SIZE * 2)])
     assert sorted(small_disk.iterdir()) == before
     assert (small_disk / "state").read_bytes() == b"before"
+
+
+def test_a_disk_without_inodes_is_reported_as_full(disk_of_80_files: Path) -> None:
+    run_dir, store = RunDir(disk_of_80_files), MediaStore(disk_of_80_files / "media")
+    assert measure_free_space(disk_of_80_files).num_bytes > SPARE_BYTES
+    check_disk_room(run_dir.path)
+    store.check_room()
+    with pytest.raises(OSError, match="No space"):
+        for number in range(80):
+            (disk_of_80_files / str(number)).touch()
+    assert shutil.disk_usage(disk_of_80_files).free > SPARE_BYTES
+    with pytest.raises(
+        DiskFull, match=r"has 0 free inodes, fewer than 64 \(see `df -i`\), and \d+"
+    ):
+        check_disk_room(run_dir.path)
+    with pytest.raises(DiskFull, match=r"state: No space left on device; .* has 0 free inodes"):
+        write_atomic(run_dir.path / "state", b"x")
+    with pytest.raises(StoreFull, match="has 0 free inodes"):
+        store.check_room()
+    [finding] = check_run_disk(run_dir)
+    assert finding.blocks and "0 free inodes" in finding.text
+
+
+def test_a_read_only_disk_is_named_with_a_fix(small_disk: Path) -> None:
+    run_dir = RunDir(small_disk)
+    run_dir.make()
+    processes = Processes(run_dir)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(DiskFull, match=f"cannot write {small_disk}/state: Read-only") as caught:
+        write_atomic(small_disk / "state", b"x")
+    assert "make the disk writable, then resume" in caught.value.fix
+    # The process itself could write neither its error nor its log.
+    error = processes.explain_exit("trainer", 1)
+    assert f"cannot write {run_dir.logs}: Read-only file system" in error.problem
+    assert "--resume" in error.fix
 
 
 def test_partially_written_weights_are_not_a_version(small_disk: Path) -> None:
@@ -113,7 +160,7 @@ def test_disk_space_is_checked_before_every_step(small_disk: Path, tmp_path: Pat
 
 
 def test_file_size_limit_is_an_error_with_a_path(tmp_path: Path) -> None:
-    """Needs no rights: the process may not write files of more than 8 KB."""
+    """Needs no rights: a resource limit forbids files of more than 8 KB."""
     code = (
         "import resource, sys; from pathlib import Path\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
@@ -138,13 +185,13 @@ def test_store_paths_do_not_depend_on_the_working_directory(
     monkeypatch.chdir(tmp_path)
     store = MediaStore("media", fallback_roots=["other"])
     os.chdir("/")
-    assert store.root == tmp_path / "media" and [one.root for one in store.fallbacks] == [
+    assert store.root == tmp_path / "media" and [fallback.root for fallback in store.fallbacks] == [
         tmp_path / "other"
     ]
 
 
 def test_process_error_is_written_despite_a_temporarily_full_disk(small_disk: Path) -> None:
-    """The launcher may look when there is room again."""
+    """The launcher checks again whether there is room."""
     run_dir = RunDir(small_disk / "run")
     run_dir.logs.mkdir(parents=True)
     target = run_dir.error_file("trainer")

@@ -1,4 +1,4 @@
-"""Processes of different versions refuse one another when they meet, with both versions named."""
+"""Processes of different versions refuse each other, and the error names both versions."""
 
 from __future__ import annotations
 

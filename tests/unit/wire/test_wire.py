@@ -51,8 +51,8 @@ def request(**features: object) -> GenerateRequest:
 
 
 def test_request_is_self_contained() -> None:
-    made = GenerateRequest.of([1, 2, 2, 3], [Slot(1, 2, ITEM)], SamplingParams(max_tokens=3))
-    again = msgspec.json.decode(msgspec.json.encode(made), type=GenerateRequest)
+    request = GenerateRequest.of([1, 2, 2, 3], [Slot(1, 2, ITEM)], SamplingParams(max_tokens=3))
+    again = msgspec.json.decode(msgspec.json.encode(request), type=GenerateRequest)
     assert again.slots() == [Slot(1, 2, ITEM)]
 
 
@@ -98,8 +98,8 @@ def test_recreated_version_has_a_new_label() -> None:
     assert Manifest(7, 7, [file]).label == "7" and Manifest(7, 7, [file], epoch=2).label == "7.2"
     for epoch, run in ((0, ""), (2, ""), (0, "1f"), (3, "1f")):
         manifest = Manifest(7, 7, [file], epoch=epoch, run=run)
-        found = parse_version_label(manifest.label)
-        assert found == manifest.policy and (found.version, found.epoch, found.run) == (
+        label = parse_version_label(manifest.label)
+        assert label == manifest.policy and (label.version, label.epoch, label.run) == (
             7,
             epoch,
             run,

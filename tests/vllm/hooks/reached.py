@@ -1,5 +1,6 @@
-"""Added to vLLM's application before our middleware, and so inside it: writes down what gets past
-ours, into the folder in which the server was started.
+"""Added to vLLM's application inside our middleware.
+
+It records requests that pass ours, in the folder in which the server was started.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Loaded into vLLM's worker as a logits processor that leaves logits alone: it writes down what the
-vision tower is called with, into the folder in which the server was started.
+"""Loaded into vLLM's worker as a logits processor that does not change logits.
+
+It records the vision tower's inputs, in the folder in which the server was started.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ TOWERS = (
     "Idefics2VisionTransformer", "PixtralVisionModel",
 )  # fmt: skip
 WANTED = Path("wanted")
-"""While this file is there, calls are written down."""
+"""While this file exists, calls are recorded."""
 
 
 class Watch(LogitsProcessor):
@@ -33,12 +34,12 @@ class Watch(LogitsProcessor):
                 np.save(f"seen-{next(numbers)}.npy", pixels.cpu().numpy())
 
         def look(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-            # Some models put their tower into its place a second time.
+            # Some models assign their tower twice.
             if type(module).__name__ in TOWERS and not any(one is module for one in watched):
                 watched.append(module)
                 module.register_forward_pre_hook(seen, with_kwargs=True)
 
-        # Before the model is made: its tower is watched from the moment that it has a place in it.
+        # Install the hook before the model is built, so that its tower is watched from the start.
         register_module_module_registration_hook(look)
 
     def is_argmax_invariant(self) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sightline.errors import ConfigError, ProcessFailed
 from sightline.families import load_renderer, registry
 from sightline.launch.processes import temporary_server
 from sightline.media import MediaStore
+from sightline.regular_file import read_text
 from sightline.render import Renderer
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,19 +44,13 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **numbers: float) 
         parser.add_argument(f"--{name}", **OPTIONS[name])
     for name, default in numbers.items():
         option = f"--{name.replace('_', '-')}"
-        read = _read_count if isinstance(default, int) else _read_amount
+        read = partial(_read_number, type(default), 1 if isinstance(default, int) else 0)
         parser.add_argument(option, type=read, default=default, help="default: %(default)s")
 
 
-def _read_count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: take 1 or more")
-    return value
-
-
-def _read_amount(text: str) -> float:
-    if not (value := float(text)) >= 0:
-        raise argparse.ArgumentTypeError(f"{text}: take 0 or more")
+def _read_number(kind: type[float], least: int, text: str) -> float:
+    if not (value := kind(text)) >= least:
+        raise argparse.ArgumentTypeError(f"{text}: take {least} or more")
     return value
 
 
@@ -97,9 +93,9 @@ def work_folder(args: argparse.Namespace, needs_model: bool = True) -> Iterator[
         yield kept
 
 
-def write_tiny(folder: Path, size: str = "tiny") -> Path:
+def write_tiny(folder: Path, size: str = "tiny", **options: str) -> Path:
     """Write a checkpoint of random weights."""
-    registry.write_tiny(registry.get_default_family(), folder, seed=0, size=size)
+    registry.write_tiny(registry.get_default_family(), folder, seed=0, size=size, **options)
     return folder
 
 
@@ -113,7 +109,7 @@ def run_sightline(command: str, file: Path, text: str, *words: str) -> None:
             stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
     if done.returncode:
-        last = log.read_text(errors="replace").strip()[-2000:]
+        last = read_text(log, errors="replace").strip()[-2000:]
         raise ProcessFailed(
             f"`sightline {command}` ended with {done.returncode}:\n{last}",
             "fix the error above and rerun; --dir keeps the files",
@@ -134,7 +130,7 @@ def start_server(
 
 
 def draw_noise(rng: random.Random, width: int, height: int = 0) -> bytes:
-    """Return a PNG of random pixels; a square if only one side is given."""
+    """Return a PNG of random pixels, or of a square if only one side is given."""
     height = height or width
     file = io.BytesIO()
     image = Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height))

@@ -4,10 +4,10 @@ At the first load, `probe` runs trials on the checkpoint's own processor, chat t
 code, in a process that has transformers. It writes its `findings` into the folder, or refuses the
 checkpoint and names the trial that failed. `image_tokens` chooses the rule in `layout` that maps
 image sizes to tokens. `vision` defines the family and `render` the renderer. `processor`, `forward`
-and the probe import transformers. This file does not.
+and `probe` import transformers. This file does not.
 
-The probe runs again when a checkpoint file or the transformers version changes. The same applies to
-torchvision if it processes the images. If the folder is read-only, every process runs the probe.
+The trials run again when a checkpoint file or the transformers version changes. The same applies to
+torchvision if it processes the images. If the folder is read-only, every process runs the trials.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from sightline.bounded_child import build_command
 from sightline.errors import FamilyError
 from sightline.families.anyvlm.findings import (
     FILE,
@@ -31,6 +32,7 @@ from sightline.families.anyvlm.findings import (
 )
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import AnyVLMFamily
+from sightline.regular_file import read_bytes
 
 __all__ = ["claims", "load_family", "load_renderer"]
 
@@ -54,12 +56,12 @@ def load_family(path: Path, overrides: dict[str, int]) -> AnyVLMFamily:
 
 
 def load_findings(path: Path) -> Findings:
-    """Return the findings stored in the folder, or run a new probe and store its findings."""
+    """Return the findings stored in the folder, or run the trials and store their findings."""
     if not (path / "tokenizer.json").is_file():
         raise FamilyError(f"{path} has no tokenizer.json", "copy it from the checkpoint")
     source, installed = digest_sources(path), find_version("transformers")
     with suppress(OSError, msgspec.MsgspecError):
-        findings = msgspec.json.decode((path / FILE).read_bytes(), type=Findings)
+        findings = msgspec.json.decode(read_bytes(path / FILE), type=Findings)
         is_same = installed in ("", findings.transformers)
         if findings.torchvision:
             is_same = is_same and find_version("torchvision") in ("", findings.torchvision)
@@ -67,15 +69,15 @@ def load_findings(path: Path) -> Findings:
             return findings
     if not installed:
         raise FamilyError(
-            f"{path} has not been probed yet, and transformers is not installed here",
-            "run `sightline check` with this [model] path where transformers is installed; it "
+            f"{path} has not been tried yet, and transformers is not installed here",
+            "run `sightline check` with this [model] path where transformers is installed. It "
             f"writes {FILE} into the folder",
         )
     return _probe(path)
 
 
 def _probe(path: Path) -> Findings:
-    """Run the probe, and write its findings into the folder if possible."""
+    """Run the trials, and write their findings into the folder if possible."""
     if "transformers" in sys.modules:
         from sightline.families.anyvlm.probe import run_trials
 
@@ -92,20 +94,23 @@ def _probe(path: Path) -> Findings:
 
 
 def _probe_in_process(path: Path) -> ProbeAnswer:
-    """Run the probe in a subprocess, which imports torch and transformers."""
+    """Run the trials in a subprocess, which imports torch and transformers."""
     words = [sys.executable, "-m", "sightline.families.anyvlm.probe", str(path)]
+    file = Path(__file__).with_name("probe.py")
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    child = build_command(file, str(path), cpu_s=TIMEOUT_S, memory_bytes=memory_bytes)
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(child, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise FamilyError(
-            f"{path}: the probe did not finish within {TIMEOUT_S} s",
+            f"{path}: the trials did not finish within {TIMEOUT_S} s",
             f"run `{' '.join(words)}` to see where it stalls",
         ) from error
     try:
         return msgspec.json.decode(done.stdout.rpartition("\n\n")[2], type=ProbeAnswer)
     except msgspec.MsgspecError as error:
         raise FamilyError(
-            f"{path}: the probe crashed: {done.stderr[-2000:]}",
+            f"{path}: the trials crashed: {done.stderr[-2000:]}",
             f"run `{' '.join(words)}` to see the whole output",
         ) from error
 

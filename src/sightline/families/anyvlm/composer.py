@@ -98,7 +98,9 @@ class TemplateComposer(MessageRenderer):
             return self._template.render(forms, tools, prompt, **values)
         except TemplateError as error:
             raise MessageError.at(
-                "messages", f"the chat template fails: {error}", "send what the template accepts"
+                "messages",
+                f"the chat template fails: {error.problem}",
+                "send what the template accepts",
             ) from error
 
     def _is_in_parts(self, message: Message) -> bool:

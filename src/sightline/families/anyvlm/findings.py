@@ -1,4 +1,4 @@
-"""The findings of a probe, stored as plain data in the checkpoint folder.
+"""The findings of the trials, stored as plain data in the checkpoint folder.
 
 Every process that can access the folder can read them.
 """
@@ -15,15 +15,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sightline.regular_file import read_bytes
+
 FILE = "sightline_probe.json"
-VERSION = 9
+VERSION = 10
 """Increased when the probe's findings for the same files change."""
 SOURCES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-UNSUPPORTED = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
+UNSUPPORTED = "add a family for it (docs/internals/adding_a_family.md), or use another checkpoint"
 
 
 class RowArray(msgspec.Struct, frozen=True):
@@ -62,7 +64,7 @@ class Findings(msgspec.Struct, frozen=True):
     """The results of the trials. Each trial fills in its own fields."""
 
     source: str = ""
-    """The digest of the checkpoint files that were probed."""
+    """The digest of the checkpoint files that were tried."""
     transformers: str = ""
     model_class: str = ""
     tower: list[str] = []
@@ -88,6 +90,8 @@ class Findings(msgspec.Struct, frozen=True):
     """Other added tokens around and between pads."""
     rule: str = ""
     rule_settings: dict[str, int] = {}
+    min_side: int = 1
+    """The shortest side of an image. The rule may be wrong for shorter sides."""
     expansions: list[Expansion] = []
     merge: int = 1
     """The patches along each side of a visual token, if images have grids."""
@@ -126,7 +130,7 @@ def digest_sources(path: Path) -> str:
         file = path / name
         if file.is_file():
             digest.update(name.encode())
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
+            digest.update(hashlib.sha256(read_bytes(file)).digest())
     return digest.hexdigest()
 
 

@@ -2,14 +2,15 @@
 
 `get_image_features` computes the features that replace embeddings of the text model. The text model
 uses our attention patterns. If its layers do more than causal attention, it uses its own attention
-over padded rows. After the weights are loaded, `check_model` compares the logits of the parts with
-those of the whole model: for one sequence, for a pack and for a tree.
+over padded rows. After the weights are loaded, `weights_trial` compares the logits of the parts
+with those of the whole model.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText
 
-from sightline.errors import FamilyError
+from sightline.errors import FamilyError, SightlineError
 from sightline.families.anyvlm.findings import UNSUPPORTED
-from sightline.families.anyvlm.processor import (
-    FOREIGN,
-    apply_template,
-    load_processor,
-    to_template_parts,
-    uses_torchvision,
-)
-from sightline.families.anyvlm.render import AnyVLMRenderer
+from sightline.families.anyvlm.processor import first_line
 from sightline.families.anyvlm.vision import AnyVLMFamily, join_patches
-from sightline.families.protocol import Grid
+from sightline.families.anyvlm.weights_trial import WeightsTrial
+from sightline.families.checkpoint_files import read_json
+from sightline.families.protocol import EngineTrial, Grid
 from sightline.families.transformers_forward import (
     TextForward,
     join_images,
@@ -41,11 +37,7 @@ from sightline.families.transformers_forward import (
     load_model,
 )
 from sightline.media import MediaRef
-from sightline.message import Message, assistant, user
-from sightline.render import Rendered
 
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""The allowed difference from the model's own logits, relative to the largest logit, by dtype."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """The names of the argument that marks image tokens."""
 
@@ -58,6 +50,34 @@ def find_text(model: Any) -> Any:
     return text
 
 
+@contextmanager
+def refuse_errors(path: Path, where: str = "") -> Iterator[None]:
+    """Turn an error of transformers' code into a refusal that names the type and the cause."""
+    try:
+        yield
+    except (SightlineError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # code of transformers and of templates may raise anything
+        kind = read_json(path / "config.json").get("model_type")
+        if isinstance(error, ImportError):
+            raise FamilyError(
+                f"{where}the code of transformers for the type {kind!r} needs a package that is "
+                f"not installed: {first_line(error).split('. ')[0]}",
+                "install the package in the environments of the server and of the trainer",
+            ) from error
+        raise FamilyError(
+            f"{where}the code of transformers for the type {kind!r} stopped with "
+            f"{type(error).__name__}: {first_line(error)}",
+            UNSUPPORTED,
+        ) from error
+
+
+def find_encoder(model: Any) -> Any:
+    """Return the module with `get_image_features`: the model or its body. None if there is none."""
+    parts = (model, getattr(model, "model", None))
+    return next((part for part in parts if hasattr(part, "get_image_features")), None)
+
+
 class AnyVLMForward(TextForward):
     def __init__(self, model: Any, family: AnyVLMFamily, attention: str) -> None:
         text = find_text(model)
@@ -67,7 +87,7 @@ class AnyVLMForward(TextForward):
                 UNSUPPORTED,
             )
         super().__init__(model, text)
-        self._family = family
+        self.family = family
         self._attends_itself = family.packing.kind == "rows"
         self._attention = "sdpa" if self._attends_itself else attention
         self._set_attention(self._attention)
@@ -96,19 +116,19 @@ class AnyVLMForward(TextForward):
 
     def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid]:
         image = Image.new("RGB", (32, 32), (90, 120, 150))
-        item = self._family.item(MediaRef("0" * 64, "image/png", 32, 32, 1))
-        return torch.from_numpy(self._family.patches(image, item)), item.grid
+        item = self.family.item(MediaRef("0" * 64, "image/png", 32, 32, 1))
+        return torch.from_numpy(self.family.patches(image, item)), item.grid
 
     def encode(
         self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
     ) -> Float[Tensor, "visual_tokens features"]:
-        findings = self._family.findings
+        findings = self.family.findings
         if findings.rule == "lines" and len(patches) == findings.merge**2:
             # transformers squeezes the axis of a single token.
             return self.encode(patches.repeat(2, 1), grids * 2)[:1]
         arrays = self.read_arrays(patches, grids)
         model: Any = self.model
-        output = model.get_image_features(**arrays, return_dict=True)
+        output = find_encoder(model).get_image_features(**arrays, return_dict=True)
         features = output.pooler_output
         if features is None:  # the model projects the tower's output itself
             features = model.multi_modal_projector(output.last_hidden_state)
@@ -118,7 +138,7 @@ class AnyVLMForward(TextForward):
         self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
     ) -> dict[str, Tensor]:
         """Return the arrays that the checkpoint's processor computed for these images, by name."""
-        findings = self._family.findings
+        findings = self.family.findings
         arrays: dict[str, Tensor] = {}
         dtype = self.vision_parameters()[0][1].dtype
         for spec, own in findings.cut_row():
@@ -188,112 +208,26 @@ class AnyVLMForward(TextForward):
         cap = getattr(self._text.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    @torch.no_grad()
-    def check_model(self, build_pattern: Callable[[np.ndarray], Any]) -> None:
-        """Raise FamilyError unless the parts compute the same logits as the whole model.
-
-        `build_pattern` returns the attention pattern for a `subtree_end`.
-        """
-        messages, images = _draw_conversation()
-        renderer = AnyVLMRenderer.load(self._family.path, self._family)
-        rendered = renderer.render_read(messages, None, True)
-        reference = self._run_model(rendered.token_ids, images, messages)
-        items = [slot.item for slot in rendered.slots]
-        patches = np.concatenate(
-            [self._family.patches(i, item) for i, item in zip(images, items, strict=True)]
-        )
-        device = next(self.model.parameters()).device
-        features = self.encode(torch.from_numpy(patches).to(device), [item.grid for item in items])
-        length = len(rendered.token_ids)
-        fork = rendered.slots[-1].end
-        tail = length - fork
-        tried = {
-            # One sequence, two copies in one row, and a tree whose two branches are equal.
-            "alone": (np.arange(length), [length] * length),
-            "packed": (
-                np.tile(np.arange(length), 2),
-                [length] * length + [2 * length] * length,
-            ),
-            "a tree": (
-                np.concatenate([np.arange(length), np.arange(fork, length)]),
-                [length + tail] * fork + [length] * tail + [length + tail] * tail,
-            ),
-        }
-        if self._attends_itself:
-            del tried["a tree"]
-        scale = float(reference.abs().max())
-        for kind, (tokens, ends) in tried.items():
-            logits = self._run_parts(rendered, features, tokens, build_pattern(np.array(ends)))
-            difference = float((logits - reference[tokens]).abs().max()) / scale
-            if not difference <= TOLERANCES[reference.dtype]:
-                raise FamilyError(
-                    f"{self._family.path}: the weights trial failed: computed {kind}, logits "
-                    f"differ from {type(self.model).__name__}'s own by {difference:.2g} of the "
-                    "largest logit, so its layers do more than causal attention",
-                    UNSUPPORTED,
-                )
-
-    def _run_model(
-        self, token_ids: list[int], images: list[Image.Image], messages: list[Message]
-    ) -> Tensor:
-        """Return the whole model's logits for the inputs from its own processor."""
-        processor = load_processor(self._family.path)
-        talk = [{"role": m.role, "content": to_template_parts(m, images)} for m in messages]
-        inputs = apply_template(
-            processor,
-            talk,
-            tokenize=True,
-            return_dict=True,
-            add_generation_prompt=True,
-            return_tensors="pt" if uses_torchvision(processor) else "np",
-        )
-        if inputs["input_ids"][0].tolist() != token_ids:
-            raise FamilyError(
-                f"{self._family.path}: the weights trial failed: the processor writes other tokens "
-                "than it did for the probe",
-                "install the same transformers in every environment of the run",
-            )
-        parameter = next(self.model.parameters())
-        arrays = {name: torch.as_tensor(array) for name, array in inputs.items()}
-        arguments = {
-            name: (a.to(parameter.dtype) if a.is_floating_point() else a).to(parameter.device)
-            for name, a in arrays.items()
-        }
+    @contextmanager
+    def use_own_attention(self) -> Iterator[None]:
+        """Let the model run as transformers defines it, inside the context."""
         self._set_attention("eager")
         ours = vars(self._text).pop("_deepstack_process", None)  # use the model's own method
         try:
-            logits: Tensor = self.model(**arguments, use_cache=False).logits[0]
-        except FOREIGN as error:
-            raise FamilyError(
-                f"{self._family.path}: the weights trial failed: the model's own forward pass "
-                f"raised {type(error).__name__}: {error}",
-                UNSUPPORTED,
-            ) from error
+            yield
         finally:
             self._set_attention(self._attention)
             if ours is not None:
                 self._text._deepstack_process = ours
-        return logits
 
-    def _run_parts(
-        self, rendered: Rendered, features: Tensor, tokens: np.ndarray, pattern: Any
-    ) -> Tensor:
-        """Return the logits of `tokens`, indices into the prompt, as one row with `pattern`."""
-        device, slots = features.device, rendered.slots
-        along, _ = self._family.positions(len(rendered.token_ids), slots)
-        pads = np.concatenate([s.offset + self._family.feature_offsets(s.item) for s in slots])
-        places = np.flatnonzero(np.isin(tokens, pads))
-        which = np.searchsorted(pads, tokens[places])
-        hidden = self.hidden(
-            torch.tensor(rendered.token_ids, device=device)[torch.from_numpy(tokens).to(device)][
-                None
-            ],
-            torch.from_numpy(along[:, tokens].astype(np.int64)).to(device)[:, None],
-            features[torch.from_numpy(which).to(device)],
-            torch.from_numpy(places).to(device),
-            pattern,
-        )
-        return self.logits(hidden[0])
+    def check_model(
+        self, build_pattern: Callable[[np.ndarray], Any], engine: EngineTrial | None
+    ) -> None:
+        """Raise FamilyError unless the parts compute the same logits as the whole model."""
+        path = self.family.path
+        with refuse_errors(path, f"{path}: the weights trial failed: "):
+            own_attention = self.use_own_attention
+            WeightsTrial(self, self.family, own_attention, build_pattern, engine).run()
 
 
 def _join_patches(
@@ -306,17 +240,9 @@ def _join_patches(
     return torch.stack([F.pad(i, (0, width - i.shape[2], 0, height - i.shape[1])) for i in images])
 
 
-def _draw_conversation() -> tuple[list[Message], list[Image.Image]]:
-    images = []
-    for seed, (width, height) in enumerate(((64, 40), (50, 90))):
-        noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        images.append(Image.fromarray(noise))
-    first, two = (MediaRef(f"{i}" * 64, "image/png", *im.size, 1) for i, im in enumerate(images))
-    return [user("look", first), assistant("yes"), user(two, "and this?")], images
-
-
 def load(
     path: Path, family: AnyVLMFamily, device: torch.device, dtype: torch.dtype, attention: str
 ) -> AnyVLMForward:
-    model = load_model(AutoModelForImageTextToText, path, device, dtype, "sdpa")
+    with refuse_errors(path, f"{path}: the weights cannot be loaded: "):
+        model = load_model(AutoModelForImageTextToText, path, device, dtype, "sdpa")
     return AnyVLMForward(model, family, attention)

@@ -2,8 +2,7 @@
 
 Environment workers do not have transformers, so they compute token counts from sizes with a rule in
 `layout`. The counters in transformers do not return the marks and the grid that a prompt needs, and
-some are wrong. They are called for many sizes. If a rule and a counter disagree about a size, the
-processor decides.
+some are wrong, so the processor itself runs for every size that is tried.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +30,10 @@ SIZES: tuple[Size, ...] = (
     (1199, 613),
 )  # fmt: skip
 """Widths and heights for which a rule must match the processor."""
-NUM_COUNTED = 300
-"""The number of additional sizes passed to the counters in transformers."""
-MAX_DISPUTED = 8
-"""The maximum number of disputed sizes that are checked with the processor."""
+NUM_DRAWN = 100
+"""The number of random sizes that are also tried."""
+MAX_SMALL_SIDE = 64
+"""The longest short side for which a rule may be wrong. Such images are then refused."""
 MAX_REFUSED = 12
 """The number of sizes that a processor may refuse before it accepts one."""
 SCALES = (0.75, 0.97, 1.0, 1.2, 1.5)
@@ -62,16 +60,18 @@ def find_candidates(processor: Any) -> Iterator[tuple[str, dict[str, int]]]:
     if height and get("min_patches"):
         tiles = {"min_tiles": images.min_patches, "max_tiles": images.max_patches}
         yield "tiles_by_aspect", {**tiles, "tile_height": height, "tile_width": size["width"]}
-    if get("merge_size") and get("patch_size"):
-        limits = {
-            "min_pixels": get("min_pixels") or size["shortest_edge"],
-            "max_pixels": get("max_pixels") or edge,
-        }
-        yield "patches", {"patch": images.patch_size, "merge": images.merge_size, **limits}
+    limits = {
+        "min_pixels": get("min_pixels") or size.get("shortest_edge"),
+        "max_pixels": get("max_pixels") or edge,
+    }
+    if get("merge_size") and get("patch_size") and all(limits.values()):
+        patches = {"patch": images.patch_size, "merge": images.merge_size, **limits}
+        yield "patches", patches
+        yield "patches", patches | {"enlarges": 1}
     if most := get("max_soft_tokens"):
         pool = images.pooling_kernel_size
         yield "patches_in_budget", {"patch": images.patch_size, "merge": pool, "max_tokens": most}
-    if most := get("max_image_tokens"):
+    if (most := get("max_image_tokens")) and get("encoder_patch_size"):
         patch, merge = images.encoder_patch_size, images.downsample_factor
         splits, area = images.do_image_splitting, most * (patch * merge) ** 2
         yield (
@@ -114,6 +114,24 @@ def list_learning_sizes(rule: str, settings: dict[str, int]) -> list[Size]:
     return sorted(sizes, key=math.prod)
 
 
+def list_sizes(settings: dict[str, int]) -> list[Size]:
+    """Return `SIZES`, small, extreme, large and random sizes, and sizes near whole tokens."""
+    unit = settings.get("patch", 0) * settings.get("merge", 1)
+    unit = unit or settings.get("tile_width") or settings.get("tile") or 16
+    near = (unit // 2, unit - 1, unit, unit + 1, unit + unit // 2, 2 * unit + unit // 2)
+    sides = sorted({1, 2, *near})
+    draw = random.Random(0)
+    drawn = [round(2 ** draw.uniform(0, 9.5)) for _ in range(2 * NUM_DRAWN)]
+    return [
+        *SIZES,
+        *((side, side) for side in sides),
+        *((side, 224) for side in sides),
+        *((224, side) for side in sides),
+        *((1, 199), (200, 1), (201, 1), (2, 402), (3000, 40), (40, 3000), (1920, 1080)),
+        *zip(drawn[::2], drawn[1::2], strict=True),
+    ]
+
+
 def split_pieces(text: str, pad: str) -> Pieces:
     """Split a text into runs of pads, each with its length, and the texts between them."""
     parts = re.split(f"((?:{re.escape(pad)})+)", text)
@@ -139,21 +157,28 @@ class ImageTokens:
         """Run the processor on a noise image. Return None if it refuses the size."""
         size = (width, height)
         if size not in self.processed:
-            noise = random.Random(f"{size}").randbytes(width * height * 3)
-            try:
-                result = process(self.processor, Image.frombytes("RGB", size, noise))
-                if "pixel_values" not in result[0]:
-                    names = ", ".join(sorted(result[0]))
-                    raise FamilyError(f"its processor makes {names}, not pixel_values", UNSUPPORTED)
-                self.processed[size] = result
-            except FOREIGN as error:
-                self.processed[size] = None
-                self._refusal = first_line(error)
+            self.processed[size] = self._process_noise(size)
         return self.processed[size]
 
+    def _process_noise(self, size: Size) -> Processed | None:
+        noise = random.Random(f"{size}").randbytes(math.prod(size) * 3)
+        try:
+            result = process(self.processor, Image.frombytes("RGB", size, noise))
+        except FOREIGN as error:
+            self._refusal = first_line(error)
+            return None
+        if "pixel_values" not in result[0]:
+            names = ", ".join(sorted(result[0]))
+            raise FamilyError(f"its processor makes {names}, not pixel_values", UNSUPPORTED)
+        return result
+
     def find_rule(self, findings: Findings) -> Findings:
-        """Return the findings with the first rule that matches the processor."""
-        differences = []
+        """Return the findings with the first rule that matches the processor.
+
+        If there is none, use the first that is wrong only for images with a small side, and refuse
+        these images.
+        """
+        differences, limited = [], []
         for rule, settings in find_candidates(self.processor):
             expansions = self._learn(rule, settings, findings.pad)
             if not expansions:
@@ -168,10 +193,15 @@ class ImageTokens:
                 expansions=expansions,
                 merge=settings.get("merge", 1),
             )
-            difference = self._find_difference(candidate)
-            if difference is None:
+            difference, min_side = self._find_difference(candidate)
+            if not difference and min_side == 1:
                 return candidate
-            differences.append(f"{RULES[rule][1]} ({difference})")
+            if difference:
+                differences.append(f"{RULES[rule][1]} ({difference})")
+            else:
+                limited.append(msgspec.structs.replace(candidate, min_side=min_side))
+        if limited:
+            return limited[0]
         raise FamilyError(
             "no known rule gives the number of tokens that its processor writes for an image. "
             f"Tried: {'; '.join(differences)}",
@@ -202,17 +232,28 @@ class ImageTokens:
                 break
         return list(expansions.values())
 
-    def _find_difference(self, findings: Findings) -> str | None:
-        """Describe the first size for which the rule differs from the processor."""
+    def _find_difference(self, findings: Findings) -> tuple[str, int]:
+        """Describe the first size for which the rule differs from the processor.
+
+        Also return the shortest side from which it never differs.
+        """
         family = AnyVLMFamily(self.path, findings)
-        for size in SIZES:
+        sizes, longest_wrong = list_sizes(findings.rule_settings), 0
+        for size in sizes:
             if difference := self._compare(family, *size):
-                return difference
-        disputed = self._list_disputed(family)
-        return next(filter(None, (self._compare(family, *size) for size in disputed)), None)
+                longest_wrong = max(longest_wrong, min(size))
+                if longest_wrong >= MAX_SMALL_SIDE:
+                    return difference, 0
+        sides = {min(size) for size in sizes} if longest_wrong else {1}
+        return "", min(side for side in sides if side > longest_wrong)
 
     def _compare(self, family: AnyVLMFamily, width: int, height: int) -> str | None:
-        processed, predicted = self.process(width, height), _predict(family, width, height)
+        predicted, is_listed = _predict(family, width, height), (width, height) in SIZES
+        if predicted is None and not is_listed:
+            return None  # refused before it is laid out
+        # The arrays of other sizes are not kept, because they may be large.
+        run = self.process if is_listed else lambda *size: self._process_noise(size)
+        processed = run(width, height)
         if processed is None or predicted is None:
             both = processed is None and predicted is None
             return None if both else f"{width}x{height} is refused by one of the two"
@@ -224,38 +265,6 @@ class ImageTokens:
             return None
         return f"{width}x{height} becomes {text.count(family.findings.pad)} tokens"
 
-    def _list_disputed(self, family: AnyVLMFamily) -> list[Size]:
-        """Return sizes for which the rule differs from a counter that agrees on all of `SIZES`."""
-        draw = random.Random(0)
-        drawn = [
-            (round(2 ** draw.uniform(2, 11)), round(2 ** draw.uniform(2, 11)))
-            for _ in range(NUM_COUNTED)
-        ]
-        # Counters return the number of pads, of tokens or of array rows.
-        units: tuple[Callable[[Pieces, int | None], int | None], ...] = (
-            lambda pieces, _: sum(n for text, n in pieces if text == family.findings.pad),
-            lambda pieces, _: self._count_text("".join(text * n for text, n in pieces)),
-            lambda _, num_rows: num_rows,
-        )
-
-        def agrees(counter: Callable[[Any, int, int], int], unit: Any, size: Size) -> bool:
-            predicted = _predict(family, *size)
-            try:
-                counted = counter(self.processor, *size)
-            except FOREIGN:
-                counted = 0
-            # For a size that the processor refuses, some counters raise and others return 0.
-            return counted < 1 if predicted is None else unit(*predicted) == counted
-
-        disputed: list[Size] = []
-        for counter, unit in product((_count_tokens, _count_patches), units):
-            if all(agrees(counter, unit, size) for size in SIZES):
-                disputed += [size for size in drawn if not agrees(counter, unit, size)]
-        return disputed[:MAX_DISPUTED]
-
-    def _count_text(self, text: str) -> int:
-        return len(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
-
 
 def _predict(family: AnyVLMFamily, width: int, height: int) -> tuple[Pieces, int | None] | None:
     """Return the text and the number of rows that the rule predicts. Padded rows are None."""
@@ -266,14 +275,3 @@ def _predict(family: AnyVLMFamily, width: int, height: int) -> tuple[Pieces, int
     num_rows = expansion.num_rows or expansion.rows * expansion.columns
     is_padded = family.findings.rule in ("lines", "patches_in_budget")
     return expansion.pieces, None if is_padded else num_rows
-
-
-def _count_tokens(processor: Any, width: int, height: int) -> int:
-    counted = processor._get_num_multimodal_tokens(image_sizes=[[height, width]])
-    return int(counted.num_image_tokens[0])
-
-
-def _count_patches(processor: Any, width: int, height: int) -> int:
-    # Use a new dict for each call, because some implementations modify it.
-    counted = processor.image_processor.get_number_of_image_patches(height, width, {})
-    return int(counted[0] if isinstance(counted, tuple) else counted)

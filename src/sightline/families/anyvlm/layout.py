@@ -128,11 +128,20 @@ def count_tiles_in_canvas(width: int, height: int, settings: dict[str, int]) -> 
 
 
 def count_patches(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """Round both sides to whole visual tokens, within the pixel limits."""
+    """Round both sides to whole visual tokens, within the pixel limits.
+
+    With `enlarges`, first enlarge an image with a side shorter than a visual token.
+    """
+    factor = settings["patch"] * settings["merge"]
+    if settings.get("enlarges"):
+        if height < factor:
+            width, height = round(width * factor / height), factor
+        if width < factor:
+            width, height = factor, round(height * factor / width)
     if max(width, height) / min(width, height) > MAX_ASPECT:
         return None
     patch, limits = settings["patch"], (settings["min_pixels"], settings["max_pixels"])
-    rows, columns = fit_size(width, height, patch * settings["merge"], limits)
+    rows, columns = fit_size(width, height, factor, limits)
     return rows // patch, columns // patch
 
 

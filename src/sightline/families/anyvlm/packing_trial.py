@@ -2,14 +2,16 @@
 
 The trial builds one layer of each kind from the model's code, with random weights. It runs two
 sequences with images: each alone, as padded rows with the model's own attention, packed into one
-row with causal attention, and as a tree. It does not read the checkpoint's weights. Windows and
-chunks are shortened so that the sequences exceed them.
+row with causal attention, as a tree, and decoded with a KV cache. A third sequence is much longer
+than the others. It does not read the checkpoint's weights. Windows and chunks are shortened so that
+the sequences exceed them.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,20 @@ REACH = 8
 NUM_IDS = 64
 """The number of embeddings, instead of the whole vocabulary."""
 FORK = 26
-"""The number of tokens that the two sequences share."""
+"""The number of tokens that the first two sequences share."""
+LONG = 256
+"""The length of the longest sequence."""
+NUM_DECODED = 4
+"""The number of tokens that are decoded one by one."""
 MAX_PARAMETERS = 1_500_000_000
 """The maximum size of the trial's layers. Larger ones are tested when weights are loaded."""
 TOLERANCE = 1e-3
 """The allowed difference of hidden states, relative to the largest value."""
 
-_SAME = "packed and as a tree, its layers compute the same as for each sequence alone"
+_SAME = (
+    "packed, as a tree and decoded with a KV cache, its layers compute the same as for each "
+    "sequence alone"
+)
 _LATER = "and its weights will be tried when they are loaded"
 
 
@@ -59,6 +68,33 @@ class TriedPattern:
         at = torch.arange(len(self.subtree_end))
         return (at[None] <= at[:, None]) & (at[:, None] < torch.from_numpy(self.subtree_end)[None])
 
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, scale=scaling, enable_gqa=True
+        )
+
+
+class TriedCache:
+    """The pattern of one sequence's next tokens. Like an engine, it has one cache for a layer."""
+
+    state = None
+
+    def __init__(self) -> None:
+        self._cached: dict[int, list[Tensor]] = {}
+        self.start = 0
+        """The number of tokens before this pass."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        cached = self._cached.get(layer, [k[:, :, :0], v[:, :, :0]])
+        pairs = zip(cached, (k, v), strict=True)
+        k, v = self._cached[layer] = [
+            torch.cat([old[:, :, : self.start], new], dim=2) for old, new in pairs
+        ]
+        sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(self.start)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=sees, scale=scaling, enable_gqa=True
+        )
+
 
 def try_packing(path: Path, config: Any, findings: Findings) -> tuple[str, str]:
     """Test the model's layers. If the trial cannot run, decide by the configuration.
@@ -68,17 +104,13 @@ def try_packing(path: Path, config: Any, findings: Findings) -> tuple[str, str]:
     words, is_more = describe_layers(config)
     try:
         model = build_tried_model(config)
-        difference = None if model is None else measure_difference(path, model, findings)
+        difference = None if model is None else find_difference(path, model, findings)
     except FOREIGN as error:
         return words, f"a trial of its layers fails ({first_line(error)}), {_LATER}"
     if difference is None:
         return words, f"its layers are too large for a trial of their own, {_LATER}"
-    if not difference <= TOLERANCE:
-        words = words or "its layers are more than causal attention"
-        return (
-            f"{words}: packed, their output differs from that of each sequence alone by "
-            f"{difference:.1g} of the largest value"
-        ), ""
+    if difference:
+        return f"{words or 'its layers are more than causal attention'}: {difference}", ""
     return words if is_more else "", _SAME
 
 
@@ -150,48 +182,66 @@ def _draw(shape: torch.Size) -> Tensor:
 
 
 @torch.no_grad()
-def measure_difference(path: Path, model: Any, findings: Findings) -> float:
-    """Return the largest difference between packed and separate outputs, relative to the largest.
+def find_difference(path: Path, model: Any, findings: Findings) -> str:
+    """Describe the first computation whose output differs from that of separate sequences.
 
-    Token ids also index the features. The two sequences share the first `FORK` tokens.
+    Token ids also index the features. The first two sequences share the first `FORK` tokens.
     """
     AttentionInterface.register(ATTENTION_NAME, _attend)
     width = find_text(model).config.hidden_size
     features = torch.randn(NUM_IDS, width, generator=torch.Generator().manual_seed(0))
 
-    def run(rows_reason: str, tokens: np.ndarray, at: np.ndarray, ends: list[int]) -> Tensor:
+    def run(rows_reason: str, tokens: np.ndarray, at: np.ndarray, pattern: Any) -> Tensor:
         family = AnyVLMFamily(path, msgspec.structs.replace(findings, rows_reason=rows_reason))
         forward = AnyVLMForward(model, family, ATTENTION_NAME)
-        ids, pattern = torch.from_numpy(tokens), TriedPattern(np.array(ends))
+        ids = torch.from_numpy(tokens)
         # One image before the fork, and one after it in each sequence.
         is_image = (ids >= 4) & (ids < 18) | (ids >= 28) & (ids < 34) | (ids >= 42)
         places = is_image.nonzero()[:, 0]
         along = torch.from_numpy(at).expand(findings.num_axes, 1, len(at))
         return forward.hidden(ids[None], along, features[ids[places]], places, pattern)[0]
 
+    def run_pack(rows_reason: str, tokens: np.ndarray, at: np.ndarray, ends: list[int]) -> Tensor:
+        return run(rows_reason, tokens, at, TriedPattern(np.array(ends)))
+
     first = np.arange(40)
     second = np.concatenate([np.arange(FORK), np.arange(40, 48)])
-    alone = [run("tried", s, np.arange(len(s)), [len(s)] * len(s)) for s in (first, second)]
-    scale = max(float(output.abs().max()) for output in alone)
+    sequences = [first, second, np.arange(LONG) % len(first), np.arange(3)]
+    at = [np.arange(len(sequence)) for sequence in sequences]
+    alone = [run_pack("tried", s, a, [len(s)] * len(s)) for s, a in zip(sequences, at, strict=True)]
+    together = torch.cat(alone)
+    scale = float(together.abs().max())
+    lengths = [len(sequence) for sequence in sequences]
+    ends = np.repeat(np.cumsum(lengths), lengths).tolist()
+    pack = (np.concatenate(sequences), np.concatenate(at), ends)
     one, two, total = len(first), len(second), len(first) + len(second) - FORK
-    both = (
-        np.concatenate([first, second]),
-        np.concatenate([np.arange(one), np.arange(two)]),
-        [one] * one + [one + two] * two,
-    )
     tree = (
         np.concatenate([first, second[FORK:]]),
         np.concatenate([np.arange(one), np.arange(FORK, two)]),
         [total] * FORK + [one] * (one - FORK) + [total] * (two - FORK),
     )
-    if not float((run("tried", *both) - torch.cat(alone)).abs().max()) <= TOLERANCE * scale:
+    if not float((run_pack("tried", *pack) - together).abs().max()) <= TOLERANCE * scale:
         raise FamilyError(
             "as padded rows its layers do not compute what they compute for each sequence alone",
             UNSUPPORTED,
         )
-    packed = run("", *both) - torch.cat(alone)
-    branched = run("", *tree) - torch.cat([alone[0], alone[1][FORK:]])
-    return float(torch.cat([packed, branched]).abs().max()) / scale
+    cache, decoded = TriedCache(), []
+    for start, end in pairwise([0, one // 2, *range(one - NUM_DECODED, one + 1)]):
+        cache.start = start
+        decoded.append(run("", first[start:end], at[0][start:end], cache))
+    outputs = {
+        "packed": (run_pack("", *pack), together),
+        "as a tree": (run_pack("", *tree), torch.cat([alone[0], alone[1][FORK:]])),
+        "decoded with a KV cache": (torch.cat(decoded), alone[0]),
+    }
+    for kind, (output, reference) in outputs.items():
+        difference = float((output - reference).abs().max()) / scale
+        if not difference <= TOLERANCE:
+            return (
+                f"{kind}, their output differs from that of each sequence alone by "
+                f"{difference:.1g} of the largest value"
+            )
+    return ""
 
 
 def _attend(
@@ -201,10 +251,8 @@ def _attend(
     value: Float[Tensor, "rows kv_heads keys value_width"],
     attention_mask: Any,
     scaling: float,
-    pattern: TriedPattern,
+    pattern: TriedPattern | TriedCache,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=pattern.mask, scale=scaling, enable_gqa=True
-    )
+    out = pattern.attend(module.layer_idx, query, key, value, scaling)
     return out.transpose(1, 2), None

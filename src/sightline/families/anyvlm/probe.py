@@ -3,7 +3,7 @@
 `python -m sightline.families.anyvlm.probe DIR` runs `TRIALS` in order and prints the findings, or
 the trial that failed, as one line of JSON after an empty line. Trials use the checkpoint's own
 processor and chat template. They run the model's code on the meta device and in layers with random
-weights (`packing_trial`). The probe reads no weights. `forward` checks them after loading.
+weights (`packing_trial`). The trials read no weights. `forward` checks them after loading.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from transformers.utils import logging as transformers_logging
 
 from sightline.errors import FamilyError, MediaRefused, MessageError, SightlineError
+from sightline.families.anyvlm.answers import TRIED_TOOLS
 from sightline.families.anyvlm.findings import (
     UNSUPPORTED,
     Findings,
@@ -32,7 +33,12 @@ from sightline.families.anyvlm.findings import (
     digest_sources,
     find_version,
 )
-from sightline.families.anyvlm.forward import find_text
+from sightline.families.anyvlm.forward import (
+    TOKEN_TYPES,
+    find_encoder,
+    find_text,
+    refuse_errors,
+)
 from sightline.families.anyvlm.image_tokens import ImageTokens, count_rows
 from sightline.families.anyvlm.layout import RULES
 from sightline.families.anyvlm.packing_trial import try_packing
@@ -42,17 +48,20 @@ from sightline.families.anyvlm.processor import (
     apply_template,
     check_processor,
     cut_patches,
+    find_image_text,
     first_line,
     load_processor,
     to_template_parts,
     uses_torchvision,
 )
-from sightline.families.anyvlm.render import AnyVLMRenderer
+from sightline.families.anyvlm.render import NUM_MESSAGES, AnyVLMRenderer, draw_history
 from sightline.families.anyvlm.vision import AnyVLMFamily
-from sightline.families.template_check import find_split
+from sightline.families.template_check import find_split, form_calls
 from sightline.families.vision_family import compute_mrope_positions
 from sightline.media import MediaRef
 from sightline.message import Message, TextPart, assistant, system, user
+from sightline.render import ChatTemplate
+from sightline.render.protocol import Tools
 from sightline.wire import MediaItem, Slot
 
 
@@ -87,6 +96,12 @@ class Checkpoint:
 
     @cached_property
     def processor(self) -> Any:
+        names = ("preprocessor_config.json", "processor_config.json")
+        if not any((self.path / name).is_file() for name in names):
+            raise FamilyError(
+                f"the folder has neither {' nor '.join(names)}, so transformers cannot load it",
+                "copy these files from the checkpoint. A text-only checkpoint has none",
+            )
         try:
             processor = load_processor(self.path)
         except FOREIGN as error:
@@ -107,18 +122,38 @@ class Checkpoint:
     def images(self) -> ImageTokens:
         return ImageTokens(self.path, self.processor)
 
-    def encode(self, messages: list[dict[str, Any]], prompt: bool = True) -> list[int]:
-        """Tokenize a conversation with the checkpoint's own processor."""
-        options = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
-        encoded = apply_template(self.processor, messages, **options)
-        return [int(token) for token in np.asarray(encoded["input_ids"]).reshape(-1)]
+    @cached_property
+    def template(self) -> ChatTemplate:
+        return AnyVLMRenderer.find_template(self.path)
+
+    def encode(
+        self, messages: list[dict[str, Any]], prompt: bool = True, tools: Tools | None = None
+    ) -> tuple[str, list[int]]:
+        """Return the text of a conversation, and its tokens from the checkpoint's own processor."""
+        text, inputs = apply_template(self.processor, self.template, messages, prompt, tools)
+        return text, [int(token) for token in np.asarray(inputs["input_ids"]).reshape(-1)]
 
 
 def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:
     model, config = checkpoint.model, checkpoint.config
-    if not hasattr(checkpoint.base, "get_image_features"):
+    if find_encoder(model) is None:
         raise FamilyError(
-            f"{type(model).__name__} has no get_image_features, which computes image features",
+            f"{type(model).__name__} has no get_image_features, so image features cannot be "
+            "computed apart from the text",
+            UNSUPPORTED,
+        )
+    decoder = find_text(model)
+    if not hasattr(decoder, "embed_tokens"):
+        raise FamilyError(
+            f"{type(model).__name__} has no text model with `layers` and `embed_tokens`, so image "
+            "features cannot replace token embeddings",
+            UNSUPPORTED,
+        )
+    if not decoder._supports_sdpa:
+        raise FamilyError(
+            f"transformers cannot compute the attention of {type(decoder).__name__} with torch's "
+            "scaled_dot_product_attention (it has attention sinks, for example), and Sightline "
+            "packs sequences with that function",
             UNSUPPORTED,
         )
     parts = (find_text(model), model.get_output_embeddings())
@@ -148,7 +183,7 @@ def try_processor(checkpoint: Checkpoint, findings: Findings) -> Findings:
         findings,
         torchvision=find_version("torchvision") if uses_torchvision(processor) else "",
         processor=settings | {"class": type(images).__name__},
-        image_token=processor.image_token,
+        image_token=find_image_text(processor),
         counts_tokens=hasattr(processor, "_get_num_multimodal_tokens"),
     )
 
@@ -160,6 +195,12 @@ def try_image_pad(checkpoint: Checkpoint, findings: Findings) -> Findings:
     token_id = next((getattr(config, n) for n in names if hasattr(config, n)), None)
     if token_id is None:
         raise FamilyError("config.json has no image_token_id", UNSUPPORTED)
+    if getattr(config, "visual_indicator_token_ids", None):
+        raise FamilyError(
+            "the model also replaces the embeddings of the marks around an image (config.json's "
+            "visual_indicator_token_ids), and Sightline replaces those of image tokens only",
+            UNSUPPORTED,
+        )
     pad = str(checkpoint.processor.tokenizer.convert_ids_to_tokens(int(token_id)))
     processed = checkpoint.images.process(448, 448)
     if processed is not None and pad not in processed[1]:
@@ -189,6 +230,7 @@ def try_arrays(checkpoint: Checkpoint, findings: Findings) -> Findings:
     wanted = {
         name
         for part in (checkpoint.model, checkpoint.base)
+        if hasattr(part, "get_image_features")
         for name in inspect.signature(type(part).get_image_features).parameters
     }
     processed = {size: made[0] for size, made in checkpoint.images.processed.items() if made}
@@ -259,10 +301,10 @@ def try_packing_layers(checkpoint: Checkpoint, findings: Findings) -> Findings:
 def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
     """Render conversations with our renderer and with the processor, and compare the tokens."""
     tokenizer = checkpoint.processor.tokenizer
+    _check_prompt(checkpoint, findings.pad_id)
     question = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    text = apply_template(checkpoint.processor, question, add_generation_prompt=True)
+    text, ids = checkpoint.encode(question)
     num_plain = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-    ids = checkpoint.encode(question)
     findings = msgspec.structs.replace(
         findings,
         stop_ids=_find_stops(checkpoint),
@@ -272,18 +314,27 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
     family = AnyVLMFamily(checkpoint.path, findings)
     renderer = AnyVLMRenderer.load(checkpoint.path, family)
     for messages, prompt in draw_conversations():
+        tools = TRIED_TOOLS if any(m.tool_calls for m in messages) else None
+        if tools and not renderer.takes_tools:
+            continue
         try:
-            ours = renderer.render_read(messages, None, prompt).token_ids
-        except (MessageError, MediaRefused):
+            ours = renderer.render_read(messages, tools, prompt).token_ids
+        except (MessageError, MediaRefused) as error:
+            if len(messages) == NUM_MESSAGES and _is_rendered(renderer, messages[:2]):
+                raise FamilyError(
+                    f"a conversation of {NUM_MESSAGES} messages cannot be rendered, although its "
+                    f"first two can: {error.problem}",
+                    "use a chat template that writes every message of a long conversation",
+                ) from error
             continue  # a run also refuses this conversation, with its path
         sizes = [(ref.width, ref.height) for m in messages for ref in m.images]
         images = [Image.new("RGB", size) for size in sizes]
         given = [
-            {"role": m.role, "content": to_template_parts(m, images)}
+            {"role": m.role, "content": to_template_parts(m, images), **form_calls(m)}
             | ({"reasoning_content": m.reasoning} if m.reasoning else {})
             for m in messages
         ]
-        theirs = checkpoint.encode(given, prompt)
+        _, theirs = checkpoint.encode(given, prompt, tools)
         if ours != theirs:
             before, we_write, they_write = find_split(renderer, ours, theirs)
             raise FamilyError(
@@ -292,6 +343,30 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
                 UNSUPPORTED,
             )
     return findings
+
+
+def _check_prompt(checkpoint: Checkpoint, pad_id: int) -> None:
+    """Raise FamilyError if text changes what the processor and the model do before it."""
+    processor = checkpoint.processor
+    parts = [{"type": "text", "text": "7"}, {"type": "image", "image": Image.new("RGB", (64, 64))}]
+    talk = [{"role": "user", "content": parts}]
+    text, encoded = apply_template(processor, checkpoint.template, talk)
+    before, mark, _ = text.partition(find_image_text(processor))
+    ids, kinds = (np.asarray(encoded.get(n, [])).reshape(-1) for n in ("input_ids", TOKEN_TYPES[0]))
+    first = int((ids == pad_id).argmax())
+    if mark and "7" in before and "7" not in processor.tokenizer.decode(ids[:first].tolist()):
+        raise FamilyError(
+            f"{type(processor).__name__} moves every image to the start of the prompt, so a later "
+            "turn with an image would change the tokens of earlier turns",
+            UNSUPPORTED,
+        )
+    takes_kinds = TOKEN_TYPES[0] in inspect.signature(type(checkpoint.base).forward).parameters
+    if takes_kinds and len(kinds) and not np.array_equal(kinds, ids == pad_id):
+        raise FamilyError(
+            "the model attends over the whole prompt in both directions, not only within an image, "
+            "so a later turn would change the logprobs of earlier turns",
+            UNSUPPORTED,
+        )
 
 
 def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
@@ -305,6 +380,16 @@ def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
     yield [user("hi"), assistant("fine \n")], False
     yield [Message(role="user", content=(TextPart("0 "), TextPart("0")))], True
     yield [user("hi"), assistant("fine", reasoning="so")], False
+    yield draw_history(NUM_MESSAGES), False
+    yield [system("be brief"), *draw_history(NUM_MESSAGES - 1)], True
+    yield draw_history(NUM_MESSAGES, has_calls=True), False
+
+
+def _is_rendered(renderer: AnyVLMRenderer, messages: list[Message]) -> bool:
+    try:
+        return bool(renderer.render_read(messages, None, False).token_ids)
+    except (MessageError, MediaRefused):
+        return False
 
 
 def _find_stops(checkpoint: Checkpoint) -> list[int]:
@@ -333,22 +418,29 @@ trials pass."""
 
 
 def run_trials(path: Path) -> ProbeAnswer:
+    """Run all trials. transformers' warnings about the tried images are hidden."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        return _run_trials(path)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _run_trials(path: Path) -> ProbeAnswer:
+    load_processor.cache_clear()  # files may have changed
     checkpoint = Checkpoint(path)
     findings = Findings(source=digest_sources(path), transformers=find_version("transformers"))
     for name, trial in TRIALS:
         try:
-            findings = trial(checkpoint, findings)
+            with refuse_errors(path):
+                findings = trial(checkpoint, findings)
         except SightlineError as error:
             return ProbeAnswer(problem=f"the {name} trial failed: {error.problem}", fix=error.fix)
-        except FOREIGN as error:
-            problem = f"the {name} trial failed: the checkpoint's code raised "
-            problem += f"{type(error).__name__}: {error}"
-            return ProbeAnswer(problem=problem, fix=UNSUPPORTED)
     return ProbeAnswer(findings)
 
 
 def main() -> None:
-    transformers_logging.set_verbosity_error()
     print("\n\n" + msgspec.json.encode(run_trials(Path(sys.argv[1]))).decode(), end="")
 
 

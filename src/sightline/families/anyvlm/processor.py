@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -24,14 +24,14 @@ from sightline.families.anyvlm.findings import UNSUPPORTED, Findings
 from sightline.families.anyvlm.layout import RULES
 from sightline.families.checkpoint_files import hide_pad_warning, read_json
 from sightline.message import Message, TextPart, VideoPart
+from sightline.render import ChatTemplate
+from sightline.render.protocol import Tools
 
 FOREIGN = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
 """Exceptions that third-party code raises for unsupported checkpoints."""
-UNUSED = ("video_processor", "feature_extractor")
-"""Processor parts for videos and audio, which are not supported."""
 TORCHVISION = (
     "torchvision", "torchvision.transforms", "torchvision.transforms.v2",
     "torchvision.transforms.v2.functional",
@@ -67,18 +67,18 @@ def load_processor(path: Path) -> Any:
                 return type(None)
             return super().check_argument_for_proper_class(argument_name, argument)
 
+    ImagesOnly.__name__ = kind.__name__  # refusals name it
     tokenizer = AutoTokenizer.from_pretrained(path, **OPTIONS)
     parameters = inspect.signature(kind.__init__).parameters
-    processor = ImagesOnly(
-        image_processor=AutoImageProcessor.from_pretrained(path, backend="pil", **OPTIONS),
-        tokenizer=tokenizer,
-        **{name: None for name in UNUSED if name in parameters},
-        chat_template=tokenizer.chat_template,
-        **{name: value for name, value in settings.items() if name in parameters},
-    )
-    if "video_processor" in parameters:
-        processor.video_processor = _NoVideos()
-    return processor
+    parts = {
+        "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil", **OPTIONS),
+        "tokenizer": tokenizer,
+        **{name: UNUSED[name] for name in UNUSED if name in parameters},
+        "chat_template": tokenizer.chat_template,
+    }
+    # `save_pretrained` writes the settings of all parts into the same file.
+    own = {n: value for n, value in settings.items() if n in parameters and n not in parts}
+    return ImagesOnly(**parts, **own)
 
 
 def check_processor(processor: Any, path: Path) -> None:
@@ -87,16 +87,28 @@ def check_processor(processor: Any, path: Path) -> None:
         raise FamilyError(f"{type(processor).__name__} takes no images", UNSUPPORTED)
     if getattr(processor, "image_token", None) is None:
         raise FamilyError("the processor names no token for an image", UNSUPPORTED)
+    own = getattr(type(processor), "replace_image_token", None)
+    if own in (None, ProcessorMixin.replace_image_token):
+        raise FamilyError(
+            f"{type(processor).__name__} does not tell which tokens belong to an image: it writes "
+            "them and changes the text around them in one step, and has no replace_image_token",
+            UNSUPPORTED,
+        )
     if not (processor.chat_template or processor.tokenizer.chat_template):
         raise FamilyError(
             f"{path} has no chat template",
-            "copy chat_template.jinja from the checkpoint; base models have none and cannot chat",
+            "copy chat_template.jinja from the checkpoint. Base models have none and cannot chat",
         )
     if processor.image_token not in processor.tokenizer.get_vocab():
         raise FamilyError(
             f"the tokenizer lacks {processor.image_token!r}, the processor's token for an image",
             "copy tokenizer.json and tokenizer_config.json from the checkpoint",
         )
+
+
+def find_image_text(processor: Any) -> str:
+    """Return the text that chat templates write for an image, which the processor replaces."""
+    return str(getattr(processor, "image_placeholder_token", processor.image_token))
 
 
 def uses_torchvision(processor: Any) -> bool:
@@ -118,8 +130,14 @@ def _read_processor_settings(path: Path) -> dict[str, Any]:
 class _NoVideos:
     """A video processor without settings, for processors that read them even without videos."""
 
+    model_input_names: list[str] = []
+
     def __getattr__(self, name: str) -> None:
         return None
+
+
+UNUSED = {"video_processor": _NoVideos(), "feature_extractor": None}
+"""Processor parts for videos and audio, which are not supported, and what replaces them."""
 
 
 class _Absent:
@@ -150,11 +168,15 @@ def process(processor: Any, image: Image.Image) -> tuple[dict[str, np.ndarray], 
     """Return the arrays of one image, and the text that represents it in a prompt."""
     outputs = processor(
         images=[[image]],
-        text=[processor.image_token],
+        text=[find_image_text(processor)],
         return_tensors="pt" if uses_torchvision(processor) else "np",
         return_text_replacement_offsets=True,
     )
-    ((replaced,),) = outputs.pop("text_replacement_offsets")
+    texts = outputs.pop("text_replacement_offsets")
+    if [len(parts) for parts in texts] != [1]:
+        counts = ", ".join(str(len(parts)) for parts in texts)
+        raise ValueError(f"from one prompt with one image it makes prompts with {counts} images")
+    ((replaced,),) = texts
     names = [name for name in outputs if name not in processor.tokenizer.model_input_names]
     arrays = {name: to_array(outputs[name]) for name in names if "token_type" not in name}
     sides = set(arrays["pixel_values"].shape) if "pixel_values" in arrays else set()
@@ -184,12 +206,48 @@ def to_template_parts(message: Message, images: list[Image.Image]) -> list[dict[
     ]
 
 
-def apply_template(processor: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """Return the text of a conversation, or its ids and arrays."""
+def apply_template(
+    processor: Any,
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    prompt: bool = True,
+    tools: Tools | None = None,
+    **options: Any,
+) -> tuple[str, Any]:
+    """Return the text of a conversation, and the ids and arrays that the processor makes from it.
+
+    transformers gets a template that only writes the text, which `template` renders within limits.
+    """
+    own = processor.chat_template or processor.tokenizer.chat_template
+    if template.source != (own.get("default") if isinstance(own, dict) else own):
+        raise FamilyError("transformers finds another chat template in the folder", UNSUPPORTED)
+    forms = [{**message, "content": _hide_images(message["content"])} for message in messages]
+    values: dict[str, Any] = dict(processor.tokenizer.special_tokens_map)
+    text = template.render(forms, tools, prompt, **values)
+    inputs = processor.apply_chat_template(
+        messages,
+        chat_template="{{ rendered_text }}",
+        rendered_text=text,
+        tokenize=True,
+        return_dict=True,
+        processor_kwargs=process_options(processor),
+        **options,
+    )
+    return text, inputs
+
+
+def process_options(processor: Any) -> dict[str, bool]:
+    """Return the options of `apply_chat_template` for a processor that the model's code needs."""
     # Padding is off by default. Passing a setting keeps SmolVLM's processor from adding its own,
     # which causes a warning.
-    settings = {"padding": False}
-    return processor.apply_chat_template(messages, processor_kwargs=settings, **options)
+    options = {"padding": False}
+    if "mm_token_type_ids" in processor.model_input_names:  # off by default for Cosmos3-Edge
+        options["return_mm_token_type_ids"] = True
+    return options
+
+
+def _hide_images(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**part, "image": ""} if "image" in part else part for part in parts]
 
 
 def cut_patches(pixels: np.ndarray, patch: int) -> np.ndarray:
@@ -215,7 +273,7 @@ def make_rows(path: Path, findings: Findings, image: Image.Image) -> np.ndarray:
             array = array[: shape[0] * shape[1]]
         if array.shape[1:] != spec.shape or array.dtype.name != spec.dtype:
             raise Misaligned(
-                f"the processor made {spec.name} of {array.dtype} {array.shape}, but the probe "
+                f"the processor made {spec.name} of {array.dtype} {array.shape}, but the trials "
                 f"found {spec.dtype} {spec.shape} for each entry",
                 "install the same transformers in every environment of the run",
             )

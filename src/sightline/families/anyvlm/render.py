@@ -2,7 +2,7 @@
 
     messages, with texts replaced by marks ---> template ---> cut at the marks
         the template's own text: added tokens become tokens, and image tokens become the text that
-            the probe found for an image of that size
+            the trials found for an image of that size
         texts of messages: always plain text, even if they contain special tokens
 
 The template also renders the real texts. If the two results do not match, the template changes
@@ -45,10 +45,22 @@ from sightline.wire import MediaItem, Slot, Span
 
 _SPEAKERS = frozenset({"system", "user", "assistant"})
 _REF = MediaRef("0" * 64, "image/png", 64, 64, 1)
+NUM_MESSAGES = 12
+"""The length of the longest conversation for which a chat template is tried."""
 
 Addition = tuple[bool, BlockKind, bool]
 """A kind of bridge: whether the prompt shows reasoning, the completion's reasoning kind, and
 whether a user message follows."""
+
+
+def draw_history(num_messages: int, has_calls: bool = False) -> list[Message]:
+    """Return a conversation that alternates between user and assistant, with several images.
+
+    With `has_calls`, some answers are tool calls, and tool messages follow them.
+    """
+    answers = [TRIED_CALL, TRIED_ANSWER, assistant("b")] if has_calls else [assistant("b")]
+    turns = [[user("a"), *answers], [user("c", _REF), *answers], [user(_REF, "d", _REF), *answers]]
+    return [message for _ in range(4) for turn in turns for message in turn][:num_messages]
 
 
 def _asks(new: Sequence[Message]) -> bool:
@@ -87,10 +99,15 @@ class AnyVLMRenderer(TemplateComposer):
         cls, path: Path, family: AnyVLMFamily, resolver: ImageResolver | None = None
     ) -> AnyVLMRenderer:
         """Load the renderer of a folder. Messages that only contain refs need no resolver."""
-        tokenizer, template = Tokenizer(path), ChatTemplate.find(path)
+        template = cls.find_template(path)
+        return cls(Tokenizer(path), family, cast(ImageResolver, resolver), template)
+
+    @staticmethod
+    def find_template(path: Path) -> ChatTemplate:
+        template = ChatTemplate.find(path)
         if template is None:
             raise FamilyError(f"{path} has no chat template", "copy it from the checkpoint")
-        return cls(tokenizer, family, cast(ImageResolver, resolver), template)
+        return template
 
     # -- trials of the template
 
@@ -144,18 +161,19 @@ class AnyVLMRenderer(TemplateComposer):
 
     def _find_appended(self) -> set[Addition]:
         """Return the kinds of bridge for which the template never changes earlier text."""
-        histories = [[user("a")], [user("a"), assistant("b"), user("c", _REF)]]
+        histories = [draw_history(n) for n in range(1, NUM_MESSAGES, 2)]
         added_turns = [[user("n")], [user(_REF, "n")], [user("n", _REF)]]
         answers: list[Answer] = [("none", f"{self._answer_prefix}x", assistant("x"))]
         form = self.reasoning_format
         if self._can_compose([system("s"), user("a")]):
-            histories.append([system("s"), user("a")])
+            histories += [[system("s"), *histories[0]], [system("s"), *histories[-1]]]
         if form is not None:
             answers = form.list_answers(self._answer_prefix)
             histories.append([user("a"), TRIED_THOUGHT, user("c")])
         talks: list[tuple[list[Message], Tools | None]] = [(talk, None) for talk in histories]
         if self.takes_tools:
             histories.append([user("a"), TRIED_CALL, TRIED_ANSWER])
+            histories.append(draw_history(NUM_MESSAGES, has_calls=True))
             if form is not None:
                 thought = msgspec.structs.replace(TRIED_CALL, reasoning="r")
                 histories.append([user("a"), thought, TRIED_ANSWER])

@@ -1,4 +1,4 @@
-"""The family of a probed checkpoint, which lays out images with the rule that the probe found.
+"""The family of a tried checkpoint, which lays out images with the rule that the trials found.
 
 An image is stored as the exact bytes of the processor's arrays: one row per entry, with the entry's
 bytes from each array in order. transformers is imported only to compute pixels.
@@ -36,7 +36,7 @@ MAX_CACHED_OFFSETS = 1024
 
 
 class AnyVLMFamily(Family):
-    """The family of one checkpoint, based on the findings of a probe."""
+    """The family of one checkpoint, based on the findings of its trials."""
 
     name = "anyvlm"
 
@@ -67,10 +67,16 @@ class AnyVLMFamily(Family):
     def expansion(self, width: int, height: int) -> Expansion:
         """Return the prompt text for an image of this size. Raise MediaRefused if there is none."""
         count, words = RULES[self.findings.rule]
-        shape = count(width, height, self.findings.rule_settings) if min(width, height) else None
+        if min(width, height) < self.findings.min_side:
+            raise MediaRefused(
+                f"an image of {width}x{height} has a side shorter than {self.findings.min_side} "
+                "pixels, for which no rule gives this checkpoint's tokens",
+                f"enlarge or pad it to {self.findings.min_side} pixels or more on each side",
+            )
+        shape = count(width, height, self.findings.rule_settings)
         if shape is None:
             raise MediaRefused(
-                f"the checkpoint's processor does not accept an image of {width}x{height}",
+                f"an image of {width}x{height} is outside the sizes that this checkpoint supports",
                 "crop it, or split it into several images",
             )
         if self.has_grid:
@@ -83,7 +89,7 @@ class AnyVLMFamily(Family):
         if expansion is None:
             raise MediaRefused(
                 f"an image of {width}x{height} becomes {shape[0]}x{shape[1]} ({words}), a layout "
-                "that the probe did not see",
+                "that the trials did not see",
                 "crop it, or split it into several images",
             )
         if self.findings.rule == "tiles_of_large":
@@ -147,7 +153,7 @@ class AnyVLMFamily(Family):
         if len(rows) != math.prod(layout.grid):
             raise Misaligned(
                 f"the processor made {len(rows)} rows of an image of {image.width}x{image.height}, "
-                f"but the probe's rule says {math.prod(layout.grid)}",
+                f"but the rule of the trials says {math.prod(layout.grid)}",
                 f"delete {self.path / FILE}, and report the size as a bug",
             )
         return rows

@@ -33,7 +33,7 @@ from sightline.families.turn_parsing import (
     split_told_reasoning,
 )
 from sightline.message import ImageResolver, Message, TextPart, ToolCall, is_whole_text
-from sightline.render import Emitter, Tokenizer
+from sightline.render import Emitter
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
@@ -72,18 +72,9 @@ class Glm46V(BaseRenderer):
     video_mark = f"<|begin_of_video|>{_VIDEO_PAD}<|end_of_video|>"
     lists_tool_content = True  # its template adds a newline after a string
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        family: GlmVFamily,
-        resolver: ImageResolver,
-        vocab_size: int,
-        thinking: bool = True,
-    ) -> None:
-        super().__init__(tokenizer, family, resolver, vocab_size)
-        self.thinking = thinking
-        self.template_settings = {} if thinking else {"enable_thinking": False}
-        token_id = tokenizer.token_id
+    def find_tokens(self) -> None:
+        self.template_settings = {} if self.thinking else {"enable_thinking": False}
+        token_id = self._tokenizer.token_id
         roles = {role: token_id(mark) for role, mark in _OPENERS.items()}
         self.openers = {role: roles[role] for role in ("user", "tool", "assistant")}
         self.end_id = self.openers["user"]
@@ -96,9 +87,9 @@ class Glm46V(BaseRenderer):
         self._argument_marks = [token_id(mark) for mark in _ARGUMENT_MARKS]
         for mark in ("[gMASK]", "<sop>", "<tool_response>", "</tool_response>", *_MEDIA_MARKS[1:5]):
             token_id(mark)  # raises if the tokenizer lacks it
-        self._opening = tokenizer.encode_marked("<|assistant|>\n")
-        closed = [] if thinking else tokenizer.encode_marked("<think></think>\n")
-        self.header = [*self._opening, *closed]
+        self._opening = self._tokenizer.encode_marked("<|assistant|>\n")
+        closed = "" if self.thinking else "<think></think>\n"
+        self.header = [*self._opening, *self._tokenizer.encode_marked(closed)]
 
     # -- emitting
 

@@ -16,19 +16,7 @@ from sightline.families.transformers_forward import VisionForward, load_model
 
 
 class KimiK25Forward(VisionForward):
-    def __init__(self, model: nn.Module, family: KimiK25Family) -> None:
-        body: Any = model.model
-        super().__init__(model, family, body.language_model, body.vision_tower)
-        self._projector = body.mm_projector
-
-    def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of the tower and the projector, which compute image features."""
-        parts = {"vision_tower": self._tower, "mm_projector": self._projector}
-        return [
-            (f"model.{part}.{name}", p)
-            for part, module in parts.items()
-            for name, p in module.named_parameters()
-        ]
+    vision_parts = ("vision_tower", "mm_projector")
 
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), *self._tower.layers]
@@ -39,7 +27,7 @@ class KimiK25Forward(VisionForward):
         return self.look_up(patches).unflatten(-1, (self._family.patch, self._family.patch))
 
     def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
-        features: Tensor = self._projector(output.pooler_output).squeeze(1)
+        features: Tensor = self._parts["model.mm_projector"](output.pooler_output).squeeze(1)
         return features
 
     def compute_tower_inputs(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:

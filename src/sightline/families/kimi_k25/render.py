@@ -19,7 +19,7 @@ from sightline.families.kimi_k25.vision import KimiK25Family
 from sightline.families.renderer import BaseRenderer, ParsedCompletion, RenderContext
 from sightline.families.turn_parsing import END_THINK, THINK, parse_calls, split_sampled_reasoning
 from sightline.message import ImageResolver, Message, ToolCall
-from sightline.render import Emitter, Tokenizer
+from sightline.render import Emitter
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
@@ -43,23 +43,14 @@ class KimiK25Renderer(BaseRenderer):
     image_roles = ("system", "user", "tool")
     shows_names = True
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        family: KimiK25Family,
-        resolver: ImageResolver,
-        vocab_size: int,
-        thinking: bool = True,
-    ) -> None:
-        super().__init__(tokenizer, family, resolver, vocab_size)
-        self.thinking = thinking
-        token_id = tokenizer.token_id
+    def find_tokens(self) -> None:
+        token_id = self._tokenizer.token_id
         self._roles = {role: token_id(mark) for role, mark in _ROLES.items()}
         self._im_middle = token_id("<|im_middle|>")
         self.end_id = token_id("<|im_end|>")
         self._think, self._end_think = token_id(THINK), token_id(END_THINK)
-        assistant = tokenizer.encode_marked("<|im_assistant|>assistant<|im_middle|>")
-        self.header = [*assistant, self._think, *([] if thinking else [self._end_think])]
+        assistant = self._tokenizer.encode_marked("<|im_assistant|>assistant<|im_middle|>")
+        self.header = [*assistant, self._think, *([] if self.thinking else [self._end_think])]
         self.stop_token_ids = (self.end_id, *self.find_token_ids(_OTHER_STOPS))
         self._calls_begin = token_id("<|tool_calls_section_begin|>")
         self._calls_end = token_id("<|tool_calls_section_end|>")

@@ -1,8 +1,8 @@
 """Serve Kimi K2.5 with vLLM.
 
-vLLM expects the layout of the published checkpoint: one matrix per expert, and one matrix for the
-vision tower's queries, keys and values, in which rotated pairs are adjacent. transformers separates
-the two halves of a head.
+vLLM expects the layout of the published checkpoint. It has one matrix per expert, and one matrix
+for the vision tower's queries, keys and values. In the latter, rotated pairs are adjacent, while
+transformers separates the two halves of a head.
 """
 
 from __future__ import annotations

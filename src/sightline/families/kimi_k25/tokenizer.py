@@ -17,6 +17,7 @@ from tokenizers.models import BPE
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
+from sightline.regular_file import read_bytes
 from sightline.render import Tokenizer
 from sightline.render.tokenizer import split_words
 
@@ -68,7 +69,7 @@ def _build_tokenizer_json(path: Path) -> str:
 def read_ranks(file: Path) -> dict[bytes, int]:
     """Return the tokens of a rank file with their ids, which start at 0 and have no gaps."""
     try:
-        pairs = [line.split() for line in file.read_bytes().splitlines() if line]
+        pairs = [line.split() for line in read_bytes(file).splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except ValueError as error:
         raise FamilyError(

@@ -16,7 +16,7 @@ from sightline.families.protocol import Family
 from sightline.families.renderer import BaseRenderer, ParsedCompletion, RenderContext
 from sightline.families.template_check import choose_format
 from sightline.message import ImageResolver, Message, Part, TextPart
-from sightline.render import Emitter, Tokenizer
+from sightline.render import Emitter
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
@@ -34,15 +34,13 @@ class Llama3(BaseRenderer):
     tools_refusal = "a tool call of Llama 3 has no mark to distinguish it from an answer"
     pad_token_ids = ()
 
-    def __init__(
-        self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
-    ) -> None:
-        super().__init__(tokenizer, family, resolver, vocab_size)
+    def find_tokens(self) -> None:
+        tokenizer = self._tokenizer
         if missing := [mark for mark in _MARKS if tokenizer.find_token_id(mark) is None]:
             raise FamilyError(
                 "a 'llama' checkpoint without Llama 3's chat format: its tokenizer has no token "
                 f"{missing[0]!r}",
-                "use a Llama 3 checkpoint, or add a family for this one (docs/adding_a_family.md)",
+                "use a Llama 3 checkpoint, or add a family (docs/internals/adding_a_family.md)",
             )
         self.end_id = tokenizer.token_id("<|eot_id|>")
         others = self.find_token_ids(("<|end_of_text|>", "<|eom_id|>"))

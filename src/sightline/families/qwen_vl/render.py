@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from sightline.errors import MessageError
-from sightline.families.protocol import Family, ShownStep
+from sightline.families.protocol import ShownStep
 from sightline.families.renderer import BaseRenderer, ParsedCompletion, RenderContext
 from sightline.families.turn_parsing import (
     END_THINK,
@@ -21,8 +21,8 @@ from sightline.families.turn_parsing import (
     split_sampled_reasoning,
     split_told_reasoning,
 )
-from sightline.message import ImageResolver, Message, TextPart, ToolCall
-from sightline.render import Emitter, Tokenizer
+from sightline.message import Message, TextPart, ToolCall
+from sightline.render import Emitter
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
@@ -46,21 +46,18 @@ class QwenRenderer(BaseRenderer):
     header_text: ClassVar[str] = "<|im_start|>assistant\n"
     """The text before the first sampled token."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
-    ) -> None:
-        super().__init__(tokenizer, family, resolver, vocab_size)
-        token_id = tokenizer.token_id
+    def find_tokens(self) -> None:
+        token_id = self._tokenizer.token_id
         self.end_id = token_id("<|im_end|>")
         self.stop_token_ids = (self.end_id, token_id("<|endoftext|>"))
         self.pad_token_ids = self.find_token_ids(_MEDIA_MARKS)
-        if family.shows_media:
+        if self._family.shows_media:
             self.image_pad, self.video_pad_id = token_id("<|image_pad|>"), token_id("<|video_pad|>")
             _ = [token_id(mark) for mark in _VISION_EDGES]  # raises if the tokenizer lacks one
         if self.takes_tools:
             self._call_start, self._call_end = token_id("<tool_call>"), token_id("</tool_call>")
             _ = [token_id(mark) for mark in _RESPONSE_EDGES]  # raises if the tokenizer lacks one
-        self.header = tokenizer.encode_marked(self.header_text)
+        self.header = self._tokenizer.encode_marked(self.header_text)
 
     # -- implemented by each format
 
@@ -221,11 +218,9 @@ class ReasoningFormat(QwenRenderer):
     call_separator: ClassVar[str] = "\n"
     """The text between the content and the first call."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
-    ) -> None:
-        super().__init__(tokenizer, family, resolver, vocab_size)
-        self._think, self._end_think = tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
+    def find_tokens(self) -> None:
+        super().find_tokens()
+        self._think, self._end_think = map(self._tokenizer.token_id, (THINK, END_THINK))
 
     def drop_unwritten(self, message: Message) -> Message:
         return keep_told_reasoning(super().drop_unwritten(message), message)

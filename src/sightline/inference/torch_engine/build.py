@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sightline.compute.lora_weights import AdapterBase
-from sightline.compute.model import limit_gpu_memory, load_model, pick_device
+from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
 from sightline.compute.weight_transport import WeightReceiver
 from sightline.compute.weights import adopt_into
 from sightline.config import InferenceConfig
 from sightline.errors import ConfigError
 from sightline.families import Family
+from sightline.families.protocol import EngineTrial
 from sightline.inference.serve import ServerComponents
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.engine import TorchEngine
+from sightline.inference.torch_engine.kv_cache import ExactPagedPattern, KVCache, PagedPattern
+from sightline.inference.torch_engine.row_table import StepPlan
 from sightline.pixels import Materializer
 from sightline.wire.weights import Manifest, read_manifest
 
@@ -35,7 +40,8 @@ def build_engine(
     share = spec.inference.gpu_memory_utilization or DEFAULT_MEMORY_SHARE
     limit = limit_gpu_memory(device, share)
     exact = (device, dtype) if spec.model.exact else None
-    forward = load_model(spec.model.path, family, device, dtype, exact)
+    trial = build_trial(spec.inference.max_model_len, device, dtype)
+    forward = load_model(spec.model.path, family, device, dtype, exact, trial)
 
     def read_base() -> dict[str, Tensor]:
         loaded = load_model(spec.model.path, family, "cpu", dtype)
@@ -49,6 +55,18 @@ def build_engine(
             adopt_into(forward.model, base.merge(manifest, tensors))
     max_kv_bytes = plan_memory(device, limit, spec.inference) if limit else 0
     return TorchEngine(forward, family, materializer, banned, spec, manifest, base, max_kv_bytes)
+
+
+def build_trial(max_model_len: int, device: str, dtype: str) -> EngineTrial:
+    """Return the engine's parts that a family may try before it takes an unknown model."""
+
+    def build_cache(num_rows: int, length: int) -> Callable[..., PagedPattern | ExactPagedPattern]:
+        kv = KVCache(num_rows, length, torch.device(device), MODEL_DTYPES[dtype])
+        return lambda rows, starts, counts: kv.build_pattern(
+            StepPlan(rows, starts, counts, np.ones(len(rows), dtype=bool))
+        )
+
+    return EngineTrial(max_model_len, build_cache)
 
 
 def build_from_components(components: ServerComponents) -> TorchEngine:

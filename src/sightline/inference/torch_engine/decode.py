@@ -27,7 +27,7 @@ from sightline.inference.torch_engine.row_table import RowTable, StepPlan
 
 MAX_SHAPES = 64
 MIN_PAGES = 1024 // BLOCK_SIZE
-# Columns of a pass's input array; positions and pages follow.
+# Columns of a pass's input array. Positions and pages follow.
 _ROW, _SEQ_LEN, _FIRST_AXIS = range(3)
 
 

@@ -279,7 +279,7 @@ class TorchEngine(Engine):
         return build_step_plan(active, table.length, table.computed, chunk, table.pause)
 
     def _execute(self, plan: StepPlan) -> _Step | None:
-        """Launch a step on the device; return None if no row of it samples."""
+        """Launch a step on the device. Return None if no row of it samples."""
         table, running = self.scheduler.rows, self.scheduler.running
         drawn = self.runner.step(plan, running)
         is_prompt = plan.starts < table.prompt_length[plan.rows]

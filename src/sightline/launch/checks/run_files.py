@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,8 +17,10 @@ from sightline.launch.checks.machine import SPARE_BYTES
 from sightline.launch.claim import MIN_SECRET_CHARS, check_model_unchanged
 from sightline.launch.process_watch import find_marked
 from sightline.media import MediaStore
+from sightline.media.files import measure_free_space
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.run_state import RunState, read_progress
+from sightline.regular_file import read_bytes, read_text
 from sightline.run import RunDir
 from sightline.trace import read_traces
 from sightline.trainer.checkpoint import ResumePoint, read_ledger
@@ -28,6 +30,8 @@ from sightline.wire.file import SUMS, find_changed_files, read_lines
 from sightline.wire.sample import Batch, digest_batch
 from sightline.wire.weights import read_history
 
+NUM_THREADS = 16
+"""Questions to a store at the same time."""
 RESTORE = "restore it from a copy"
 
 
@@ -44,7 +48,7 @@ def check_file_types(run_dir: RunDir) -> Iterator[Finding]:
     """Report pipes, sockets and devices, which could block a reader forever."""
     for path in sorted(run_dir.path.rglob("*")):
         if path.exists() and not (path.is_file() or path.is_dir()):
-            yield Finding(f"{path} is not a regular file", "remove it; nothing else was read", True)
+            yield Finding(f"{path} is not a regular file", "remove it. Nothing else was read", True)
 
 
 def check_run_model(run_dir: RunDir, config: RunFile | SftFile) -> str:
@@ -114,7 +118,7 @@ def check_history(run_dir: RunDir) -> str:
 
 def check_traces(run_dir: RunDir) -> Iterator[Finding]:
     """Report trace files that are missing, or differ from the digests in `verdicts.jsonl`."""
-    fix = f"{RESTORE}; a resume does not read it"
+    fix = f"{RESTORE}. A resume does not read it"
     digests: dict[Path, str] = {}
     progress = read_progress(run_dir)
     for number, line in enumerate(read_lines(run_dir.verdicts), 1):
@@ -133,7 +137,7 @@ def check_traces(run_dir: RunDir) -> Iterator[Finding]:
         problem = f"{len(missing)} of {len(digests)} trace files are missing, the first is "
         yield Finding(f"{problem}{missing[0]}", fix)
     for file in filter(Path.is_file, digests):
-        if digests[file] and digest_batch(file.read_bytes()) != digests[file]:
+        if digests[file] and digest_batch(read_bytes(file)) != digests[file]:
             yield Finding(f"{file} is damaged", fix)
 
 
@@ -144,8 +148,11 @@ def check_trace_images(run_dir: RunDir, store: MediaStore) -> Iterator[Finding]:
         with suppress(SightlineError):  # `check_traces` reports damaged files
             slots = (slot for trace in read_traces(file) for n in trace.nodes for slot in n.slots)
             shown |= {ref.digest for slot in slots for ref in slot.item.refs}
-    if missing := shown - set(store.digests()):
-        problem = f"{len(missing)} of {len(shown)} images of traces are missing in {store.root}"
+    # Not by a list, which an object store may answer from the past.
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        num_missing = list(pool.map(store.has, shown)).count(False)
+    if num_missing:
+        problem = f"{num_missing} of {len(shown)} images of traces are missing in {store.root}"
         yield Finding(problem, f"{RESTORE}; a resume does not need them")
 
 
@@ -155,14 +162,14 @@ def check_identity(run_dir: RunDir) -> Iterator[Finding]:
     for path, pattern in patterns.items():
         if not path.is_file():
             yield Finding(f"{path} is missing", "a resume writes a new one")
-        elif not re.fullmatch(pattern, path.read_text(errors="replace").strip()):
+        elif not re.fullmatch(pattern, read_text(path, errors="replace").strip()):
             yield Finding(f"{path} is damaged", f"{RESTORE}, or delete it", blocks=True)
     if run_dir.secret.is_file() and run_dir.secret.stat().st_mode & 0o077:
         yield Finding(f"other users can read {run_dir.secret}", f"chmod 600 {run_dir.secret}")
 
 
 def check_metrics(run_dir: RunDir, status: RunStatus) -> Iterator[Finding]:
-    fix = f"{RESTORE}; a resume works without it"
+    fix = f"{RESTORE}. A resume works without it"
     tail = EventTail(run_dir.metrics)
     events = tail.read()
     if status.step and not run_dir.metrics.exists() and str(run_dir.metrics) not in status.cause:
@@ -197,10 +204,10 @@ def check_export(status: RunStatus, checkpoints: ResumePoint) -> Iterator[Findin
 
 
 def check_run_disk(run_dir: RunDir) -> Iterator[Finding]:
-    free = shutil.disk_usage(run_dir.path).free
-    if free < SPARE_BYTES:
+    free = measure_free_space(run_dir.path)
+    if free.num_bytes < SPARE_BYTES:
         fix = "free some space: `sightline prune` deletes the records of old runs"
-        yield Finding(f"the disk of {run_dir.path} has {free / 1e9:.2f} GB free", fix, blocks=True)
+        yield Finding(f"the disk of {run_dir.path} has {free}", fix, blocks=True)
 
 
 def check_orphans(run_dir: RunDir, status: RunStatus) -> Iterator[Finding]:

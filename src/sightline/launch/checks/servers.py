@@ -117,7 +117,7 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
 
 
 def _request_json(address: str, path: str, token: str, body: object = None) -> dict[str, Any]:
-    """Return the JSON object of an answer or error; an empty object for any other response."""
+    """Return the JSON object of an answer or error, or an empty object for any other response."""
     data = None if body is None else json.dumps(body).encode()
     headers = bearer(token) | {"content-type": "application/json"}
     request = urllib.request.Request(address.rstrip("/") + path, data, headers)

@@ -23,6 +23,8 @@ from sightline.view.sinks import check_sinks
 def check_extras(config: RunFile | SftFile) -> None:
     """Raise ModuleNotFoundError if a setting needs a package that is not installed."""
     names = ["obstore"] if urlsplit(config.media.root).scheme in OBJECT_STORES else []
+    if isinstance(config, RunFile) and config.logging.upload_samples_to:
+        names += ["obstore", "pyarrow"]
     if isinstance(config, RunFile) and config.launch.on == "ray":
         names.append("ray")
     if config.lora.rank and not is_elsewhere(config, "trainer"):

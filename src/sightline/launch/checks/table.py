@@ -111,11 +111,7 @@ Report = Callable[[str, Finding], None]
 """Called with a check's name and one of its findings."""
 
 
-def ignore(name: str, finding: Finding) -> None:
-    pass
-
-
-def run_checks(facts: Facts, stage: str, report: Report = ignore) -> None:
+def run_checks(facts: Facts, stage: str, report: Report = lambda *finding: None) -> None:
     """Run a stage's checks in order. Raise for a problem that prevents a start."""
     for check in CHECKS:
         if stage in check.stages:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sightline.config.secret_refs import read_reference
 from sightline.errors import ConfigError
+from sightline.transport.listen import add_listen_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,10 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="+", type=Path, metavar="RUN",
         help="a run directory, or a folder of runs",
     )  # fmt: skip
-    parser.add_argument("--host", default="127.0.0.1", help="the address to bind (%(default)s)")
-    parser.add_argument(
-        "--port", type=int, default=8700, help="the port; 0 chooses a free one (%(default)s)"
-    )
+    add_listen_options(parser, 8700)
     parser.add_argument(
         "--token", default="", metavar="REF", type=read_reference,
         help="the token that clients must send: env:NAME or file:PATH",
@@ -30,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--export", type=Path, metavar="FILE",
         help="write one run to an HTML file that opens without a server, and exit",
     )  # fmt: skip
-    parser.add_argument("--tls-cert", default="", metavar="FILE", help="PEM file of a certificate")
-    parser.add_argument("--tls-key", default="", metavar="FILE", help="PEM file of the key")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -57,11 +57,11 @@ def _diverges(history: MetricsHistory) -> Alert | None:
     if len(norms) > WINDOW and (usual := float(np.median(norms[:-3]))) > 0:
         now = float(norms[-3:].mean())
         if now > EXPLODED * usual:
-            text = f"The gradient norm is {short(now)}; its median was {short(usual)}."
+            text = f"The gradient norm is {short(now)}. Its median was {short(usual)}."
             return Alert("diverges", text)
     losses = _means(history.column("sft", "loss")[1])
     if len(losses) and losses[-1] > RISEN * (best := float(losses.min())) > 0:
-        text = f"The loss is {short(float(losses[-1]))}; its best was {short(best)}."
+        text = f"The loss is {short(float(losses[-1]))}. Its best was {short(best)}."
         return Alert("diverges", text)
     return None
 
@@ -81,7 +81,7 @@ def _collapses(history: MetricsHistory) -> Alert | None:
     if len(entropies) and entropies[-1] < NO_ENTROPY and now < NEAR_BEST * highest:
         text = (
             f"The entropy is {short(float(entropies[-1]))} nats per token: siblings are almost "
-            f"equal. The reward is {short(now)}; its best was {short(highest)}."
+            f"equal. The reward is {short(now)}. Its best was {short(highest)}."
         )
         return Alert("collapses", text)
     return None
@@ -101,7 +101,7 @@ def _learns_nothing(history: MetricsHistory) -> Alert | None:
 
 
 def _means(values: np.ndarray) -> np.ndarray:
-    """Return sliding means over WINDOW values, newest last; empty for fewer values."""
+    """Return sliding means over WINDOW values, newest last. Empty for fewer values."""
     if len(values) < WINDOW:
         return values[:0]
     return np.lib.stride_tricks.sliding_window_view(values, WINDOW).mean(axis=1)

@@ -20,6 +20,7 @@ import msgspec
 from starlette.responses import Response
 
 from sightline.errors import MediaError
+from sightline.regular_file import read_bytes, read_text
 from sightline.run.run_dir import RunDir
 from sightline.view.dashboard import queries, thumbnails
 from sightline.view.dashboard.run_collection import RunCollection
@@ -86,13 +87,13 @@ def _build_page(view: RunView, num_rollouts: int) -> bytes:
     # In JSON, "<" occurs only in strings. Escape it, so that no text can end the script element.
     embedded = msgspec.json.encode(data).replace(b"<", b"\\u003c").decode()
     files = list_static_files()
-    styles = "".join(files[name].read_text() for name in ("vendor/uPlot.min.css", "style.css"))
+    styles = "".join(read_text(files[name]) for name in ("vendor/uPlot.min.css", "style.css"))
     modules = {
-        f"sightline/{name}": _data_url(_name_imports(name, file.read_text()), "text/javascript")
+        f"sightline/{name}": _data_url(_name_imports(name, read_text(file)), "text/javascript")
         for name, file in files.items()
         if file.suffix in (".js", ".mjs")
     }
-    icon = _data_url((STATIC / "icon.svg").read_bytes(), "image/svg+xml")
+    icon = _data_url(read_bytes(STATIC / "icon.svg"), "image/svg+xml")
     import_map = msgspec.json.encode({"imports": modules}).decode()
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -150,9 +151,8 @@ def _pick_rollouts(view: RunView, num_rollouts: int) -> list[dict[str, Any]]:
     names = [file.name for file in pick_first_and_last(view.run_dir.traces)]
     rows: list[dict[str, Any]] = []
     for name in names:
-        with view.index.connect_readonly() as connection:
-            wanted = queries.RolloutFilter(file=name)
-            page = queries.list_rollouts(connection, wanted, 0, queries.MAX_ROWS)["rows"]
+        wanted = queries.RolloutFilter(file=name)
+        page = view.index.query(queries.list_rollouts, wanted, 0, queries.MAX_ROWS)["rows"]
         share = num_rollouts // len(names)
         rows += page[:: -(-len(page) // share)] if share and page else []
     return rows

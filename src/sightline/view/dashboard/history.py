@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sightline.view.events import EventTail
+from sightline.view.events import EventTail, find_number
 from sightline.wire.event import Event
 
 STEP_EVENT_KINDS = ("step", "train", "probe", "sft", "sft_eval")
@@ -113,9 +112,7 @@ class MetricsHistory(EventTail):
             if event.kind == "probe":
                 self.probe = event
         elif event.kind == "eval":
-            self.evals.append(
-                {"step": event.step, "time": event.time, **_replace_infinities(event.values)}
-            )
+            self.evals.append({"step": event.step, "time": event.time, **event.values})
         elif event.kind in NOTE_KINDS:
             if event.kind == "state":
                 self.phase = str(event.values.get("phase", ""))
@@ -171,6 +168,7 @@ class MetricsHistory(EventTail):
     ) -> dict[str, Any]:
         """Return columns with the steps that changed since `cursor`, and the next cursor.
 
+        NaN stands for a step without a value, and becomes null in JSON.
         `wanted` has column names. `prefix*` selects the first names with that prefix, and `*`
         selects all. If there are more than `max_steps` steps, evenly spaced ones are returned.
         """
@@ -192,7 +190,7 @@ class MetricsHistory(EventTail):
             "names": names,
             "step": steps.tolist(),
             "columns": {
-                name: [None if math.isnan(value) else value for value in found[name].tolist()]
+                name: found[name].tolist()
                 for name in sorted(found)
                 if not np.isnan(found[name]).all()
             },
@@ -220,16 +218,6 @@ def flatten_numbers(values: dict[str, Any], prefix: str = "", depth: int = 0) ->
         if isinstance(value, dict):
             if depth < _MAX_DEPTH:
                 numbers |= flatten_numbers(value, f"{prefix}{name}.", depth + 1)
-        elif isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        elif math.isfinite(value):
-            numbers[f"{prefix}{name}"] = value
+        elif (number := find_number(values, name)) is not None:
+            numbers[f"{prefix}{name}"] = number
     return numbers
-
-
-def _replace_infinities(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace infinities, which JSON cannot encode, by None."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }

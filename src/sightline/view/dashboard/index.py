@@ -14,20 +14,25 @@ import os
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from sightline.algo.mismatch import StepMismatch, measure_mismatch
 from sightline.errors import SightlineError
+from sightline.regular_file import read_bytes, read_text
 from sightline.run.run_dir import RunDir
 from sightline.trace import Trace
+from sightline.trace.codec import TraceRecord, read_records
 from sightline.view.dashboard import trace_files
+from sightline.view.fenced_run_dir import list_files
 from sightline.wire.micro_batch import StepScores
 
+T = TypeVar("T")
 SCHEMA_VERSION = 4
 """Version of `schema.sql`. Older indexes are rebuilt."""
 BUSY_TIMEOUT_S = 30.0
@@ -57,6 +62,11 @@ class RolloutIndex:
             connection.execute("PRAGMA query_only = 1")
             yield connection
 
+    def query(self, find: Callable[..., T], *args: Any) -> T:
+        """Call a function of `queries` with a connection."""
+        with self.connect_readonly() as connection:
+            return find(connection, *args)
+
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
         connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
@@ -73,12 +83,8 @@ class RolloutIndex:
         """Commit all writes in this context, or none."""
         with self._connect() as connection:
             connection.execute("BEGIN IMMEDIATE")
-            try:
+            with connection:
                 yield connection
-            except BaseException:
-                connection.execute("ROLLBACK")
-                raise
-            connection.execute("COMMIT")
 
     def _open(self) -> Path:
         """Open the index in the run directory, or in a temporary folder if that is read-only."""
@@ -115,14 +121,14 @@ class RolloutIndex:
             tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             for (name,) in tables.fetchall():
                 connection.execute(f'DROP TABLE "{name}"')
-            for statement in Path(__file__).with_name("schema.sql").read_text().split(";"):
+            for statement in read_text(Path(__file__).with_name("schema.sql")).split(";"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def refresh(self, max_files: int = 1 << 30) -> bool:
         """Index new data, but at most `max_files` trace files. Return whether there was any."""
         with self._refresh_lock:
-            stale = self._stale_files()
+            stale, removed = self._compare_files()
             chosen = stale[:max_files]
             steps = {trace_files.find_step(name) for name, _ in chosen}
             # The run writes a step's verdicts before its traces.
@@ -130,31 +136,26 @@ class RolloutIndex:
             for name, stat in chosen:
                 self._index_file(name, stat, verdicts.get(trace_files.find_step(name), {}))
             self.files_left = len(stale) - len(chosen)
-            return bool(stale) | self._forget_removed() | self._index_scores()
+            for name in removed:
+                with self._transaction() as connection:
+                    _remove_file(connection, name)
+            return bool(stale or removed) | self._index_scores()
 
-    def _stale_files(self) -> list[tuple[str, os.stat_result]]:
-        """Return new and changed trace files, newest steps first."""
+    def _compare_files(self) -> tuple[list[tuple[str, os.stat_result]], set[str]]:
+        """Return new and changed trace files, newest steps first, and the removed ones."""
         with self.connect_readonly() as connection:
             known = {
                 row["name"]: (row["size"], row["mtime_ns"])
                 for row in connection.execute("SELECT name, size, mtime_ns FROM files")
             }
+        present = list_files(self._run_dir.traces, ".msgpack")
         stale = [
             (name, stat)
-            for name, stat in _list_msgpack_files(self._run_dir.traces)
+            for name, stat in present.items()
             if known.get(name) != (stat.st_size, stat.st_mtime_ns)
         ]
-        return sorted(stale, key=lambda entry: _sort_key(entry[0]), reverse=True)
-
-    def _forget_removed(self) -> bool:
-        present = {name for name, _ in _list_msgpack_files(self._run_dir.traces)}
-        with self.connect_readonly() as connection:
-            known = [row["name"] for row in connection.execute("SELECT name FROM files")]
-        removed = [name for name in known if name not in present]
-        for name in removed:
-            with self._transaction() as connection:
-                _remove_file(connection, name)
-        return bool(removed)
+        stale.sort(key=lambda entry: (trace_files.find_step(entry[0]) or -1, entry[0]))
+        return stale[::-1], known.keys() - present
 
     def _index_file(self, name: str, stat: os.stat_result, verdicts: trace_files.Verdicts) -> None:
         problems: list[str] = []
@@ -163,9 +164,9 @@ class RolloutIndex:
             _remove_file(connection, name)
             texts: dict[bytes, int] = {}
             try:
-                for record in trace_files.read_records(self._run_dir.traces / name):
-                    if isinstance(record, str):
-                        problems.append(record)
+                for record in read_records(self._run_dir.traces / name):
+                    if isinstance(record, SightlineError):
+                        problems.append(record.problem)
                         continue
                     verdict = verdicts.get(record.trace.id)
                     connection.execute("SAVEPOINT rollout")
@@ -183,9 +184,9 @@ class RolloutIndex:
                 (name, stat.st_size, stat.st_mtime_ns, len(traces), "; ".join(problems[:3])),
             )
             # If the step has trained, measure it now, while its traces are in memory.
-            scores = _find_stat(self._run_dir.inside(f"scores/{name}"))
-            if scores is not None:
-                stamp = _format_stamp(scores, stat.st_size, stat.st_mtime_ns)
+            scores = self._run_dir.inside(f"scores/{name}")
+            if trace_files.find_step(name) is not None and scores.is_file():
+                stamp = _format_stamp(scores.stat(), stat.st_size, stat.st_mtime_ns)
                 self._measure(connection, name, stamp, traces)
 
     def _index_scores(self) -> bool:
@@ -197,7 +198,7 @@ class RolloutIndex:
             }
             files = {row["name"]: row for row in connection.execute("SELECT * FROM files")}
         changed = False
-        for name, stat in _list_msgpack_files(self._run_dir.scores):
+        for name, stat in list_files(self._run_dir.scores, ".msgpack").items():
             step = trace_files.find_step(name)
             if step is None or name not in files:
                 continue
@@ -218,7 +219,7 @@ class RolloutIndex:
         assert step is not None
         measured = StepMismatch()
         try:
-            scores = StepScores.from_bytes(self._run_dir.inside(f"scores/{name}").read_bytes())
+            scores = StepScores.from_bytes(read_bytes(self._run_dir.inside(f"scores/{name}")))
             measured = measure_mismatch(scores, step, traces)
         except (
             SightlineError, msgspec.MsgspecError, OSError, LookupError, ValueError, OverflowError,
@@ -241,51 +242,23 @@ class RolloutIndex:
             ids = {row["number"]: row["id"] for row in rows}
         return {
             record.trace.id: (ids[record.number], record.trace)
-            for record in trace_files.read_records(self._run_dir.traces / name)
-            if not isinstance(record, str) and record.number in ids
+            for record in read_records(self._run_dir.traces / name)
+            if isinstance(record, TraceRecord) and record.number in ids
         }
-
-
-def _find_stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat() if trace_files.find_step(path.name) is not None else None
-    except OSError:
-        return None
 
 
 def _format_stamp(scores: os.stat_result, size: int, mtime_ns: int) -> str:
     return f"{scores.st_size}:{scores.st_mtime_ns}/{size}:{mtime_ns}"
 
 
-def _list_msgpack_files(folder: Path) -> list[tuple[str, os.stat_result]]:
-    """Return the msgpack files in a folder."""
-    try:
-        with os.scandir(folder) as entries:
-            return [
-                (entry.name, entry.stat())
-                for entry in entries
-                if entry.name.endswith(".msgpack")
-                and not entry.name.startswith(".")
-                and entry.is_file(follow_symlinks=False)
-            ]
-    except OSError:
-        return []
-
-
-def _sort_key(name: str) -> tuple[int, str]:
-    step = trace_files.find_step(name)
-    return (-1 if step is None else step, name)
-
-
 def _remove_file(connection: sqlite3.Connection, name: str) -> None:
     step = trace_files.find_step(name)
     inside = "rollout IN (SELECT id FROM rollouts WHERE file = ?)"
-    counts = f"SELECT digest, count(*) AS num FROM shows WHERE {inside} GROUP BY digest"
-    for row in connection.execute(counts, (name,)).fetchall():
-        connection.execute(
-            "UPDATE images SET num_shown = num_shown - ? WHERE digest = ?",
-            (row["num"], row["digest"]),
-        )
+    counts = f"SELECT count(*), digest FROM shows WHERE {inside} GROUP BY digest"
+    connection.executemany(
+        "UPDATE images SET num_shown = num_shown - ? WHERE digest = ?",
+        connection.execute(counts, (name,)).fetchall(),
+    )
     connection.execute("DELETE FROM images WHERE num_shown <= 0")
     connection.execute(f"DELETE FROM says WHERE {inside}", (name,))
     connection.execute(f"DELETE FROM shows WHERE {inside}", (name,))
@@ -298,7 +271,7 @@ def _remove_file(connection: sqlite3.Connection, name: str) -> None:
 
 def _add_rollout(
     connection: sqlite3.Connection,
-    record: trace_files.TraceRecord,
+    record: TraceRecord,
     file: str,
     verdict: str | None,
     texts: dict[bytes, int],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from typing import Any
 
+from sightline.regular_file import open_file
 from sightline.view.dashboard.run_view import RunView
+from sightline.view.fenced_run_dir import list_files
 
 LOG_BYTES = 65_536
 """Maximum bytes of a log in one answer."""
@@ -17,7 +18,7 @@ _QUEUES = ("groups_ahead", "in_flight", "waiting")
 def describe_processes(run: RunView) -> dict[str, Any]:
     newest = run.history.newest("step")
     trained = run.history.newest("train")
-    logs = _list_logs(run)
+    logs = list_files(run.run_dir.logs)
     names = {n.removesuffix(".log") for n in logs if n.endswith(".log")}
     names |= set(run.history.last_seen)
     return {
@@ -68,26 +69,15 @@ def _format_values(values: dict[str, Any]) -> str:
     return ", ".join(texts)[:600]
 
 
-def _list_logs(run: RunView) -> dict[str, os.stat_result]:
-    """Return the regular files in the log folder by name, including heartbeats."""
-    logs = {}
-    with contextlib.suppress(OSError), os.scandir(run.run_dir.logs) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):  # it was just removed
-                if entry.is_file(follow_symlinks=False):
-                    logs[entry.name] = entry.stat()
-    return logs
-
-
 def find_log(run: RunView, name: str, before: int | None = None) -> dict[str, Any] | None:
     """Return up to LOG_BYTES of a log before byte `before`, or from the end of the file.
 
     The name must be that of an existing file in the log folder.
     """
-    if f"{name}.log" not in _list_logs(run):
+    if f"{name}.log" not in list_files(run.run_dir.logs):
         return None
     try:
-        with open(run.run_dir.logs / f"{name}.log", "rb") as file:
+        with open_file(run.run_dir.logs / f"{name}.log") as file:
             size = os.fstat(file.fileno()).st_size
             end = size if before is None else max(0, min(before, size))
             start = max(0, end - LOG_BYTES)

@@ -104,12 +104,12 @@ def list_rollouts(
         f" (SELECT id FROM rollouts {where} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}",
         [*values, max(1, min(limit, MAX_ROWS)), max(0, offset)],
     ).fetchall()
-    return {"total": total, "offset": offset, "rows": [_build_row(connection, row) for row in rows]}
-
-
-def _build_row(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
-    values = {name: row[name] for name in _COLUMNS}
-    return values | {"rewards": json.loads(row["rewards"]), "thumbs": _thumbs(connection, row)}
+    page = [
+        {name: row[name] for name in _COLUMNS}
+        | {"rewards": json.loads(row["rewards"]), "thumbs": _thumbs(connection, row)}
+        for row in rows
+    ]
+    return {"total": total, "offset": offset, "rows": page}
 
 
 def _thumbs(connection: sqlite3.Connection, row: sqlite3.Row) -> list[str]:
@@ -168,26 +168,19 @@ def list_errors(connection: sqlite3.Connection) -> list[dict[str, Any]]:
 
 def find_neighbours(connection: sqlite3.Connection, file: str, number: int) -> dict[str, Any]:
     """Return the previous and next rollout in a file, and the siblings in the group."""
-
-    def near(sign: str, order: str) -> int | None:
-        neighbour = connection.execute(
-            f"SELECT number FROM rollouts WHERE file = ? AND number {sign} ?"
-            f" ORDER BY number {order} LIMIT 1",
-            (file, number),
-        ).fetchone()
-        return None if neighbour is None else int(neighbour["number"])
-
+    around = connection.execute(
+        "SELECT (SELECT max(number) FROM rollouts WHERE file = :file AND number < :number) AS"
+        " before, (SELECT min(number) FROM rollouts WHERE file = :file AND number > :number) AS"
+        " after",
+        {"file": file, "number": number},
+    ).fetchone()
     siblings = connection.execute(
         "SELECT file, number, trace_id, reward, verdict FROM rollouts WHERE file = ? AND group_id ="
         " (SELECT group_id FROM rollouts WHERE file = ? AND number = ?) AND group_id != ''"
         " ORDER BY number LIMIT 64",
         (file, file, number),
     )
-    return {
-        "before": near("<", "DESC"),
-        "after": near(">", "ASC"),
-        "siblings": [dict(row) for row in siblings],
-    }
+    return {**dict(around), "siblings": [dict(row) for row in siblings]}
 
 
 def find_rollout(connection: sqlite3.Connection, file: str, number: int) -> dict[str, Any] | None:

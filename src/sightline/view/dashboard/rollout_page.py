@@ -1,8 +1,10 @@
-"""Data for the rollout page: messages, graph, images, and the tokens of single nodes."""
+"""Data for the rollout page: messages, graph, images, and the tokens of single nodes.
+
+Numbers may be infinite or NaN. The answer's JSON has null in their place.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 
 from sightline.errors import SightlineError
 from sightline.message import ImagePart, TextPart, VideoPart
+from sightline.regular_file import read_bytes
 from sightline.trace import Node, Trace
 from sightline.view.dashboard import queries, trace_files
 from sightline.view.dashboard.run_view import RunView
@@ -39,8 +42,7 @@ class NodeScores:
 
 def find_trace(run: RunView, file: str, number: int) -> tuple[dict[str, Any], Trace] | None:
     """Return a rollout's row in the index and its trace."""
-    with run.index.connect_readonly() as connection:
-        row = queries.find_rollout(connection, file, number)
+    row = run.index.query(queries.find_rollout, file, number)
     if row is None:
         return None
     return row, trace_files.read_trace(run.run_dir.traces / row["file"], row["start"], row["size"])
@@ -51,8 +53,7 @@ def describe_rollout(run: RunView, file: str, number: int) -> dict[str, Any] | N
     if match is None:
         return None
     row, trace = match
-    with run.index.connect_readonly() as connection:
-        around = queries.find_neighbours(connection, file, number)
+    around = run.index.query(queries.find_neighbours, file, number)
     scored = read_node_scores(run, row["step"], trace)
     credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
     return {
@@ -63,8 +64,8 @@ def describe_rollout(run: RunView, file: str, number: int) -> dict[str, Any] | N
         "task": trace.task,
         "split": trace.split,
         "seed": str(trace.seed),
-        "reward": _null_if_infinite(trace.reward),
-        "rewards": {name: _null_if_infinite(value) for name, value in trace.rewards.items()},
+        "reward": trace.reward,
+        "rewards": trace.rewards,
         "temperature": trace.temperature,
         "truncated": trace.truncated,
         "error": trace.error,
@@ -108,10 +109,10 @@ def _describe_node(
         "num_visual": sum(slot.length for slot in node.slots),
         "finish_reason": node.finish_reason,
         "versions": [[span.version, span.start, span.stop] for span in node.versions],
-        "credit": _null_if_infinite(credit),
+        "credit": credit,
         "trained": score is not None,
-        "advantage": None if score is None else _null_if_infinite(float(score.advantages.mean())),
-        "kl": None if score is None else _null_if_infinite(float(score.kl(node).mean())),
+        "advantage": None if score is None else float(score.advantages.mean()),
+        "kl": None if score is None else float(score.kl(node).mean()),
     }
 
 
@@ -166,11 +167,11 @@ def find_image_cover(run: RunView, slot: Slot) -> tuple[float, float]:
 
 
 def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, NodeScores]:
-    """Return scores by node; empty if the step has not trained or the scores do not align."""
+    """Return scores by node. Empty if the step has not trained or the scores do not align."""
     if step is None:
         return {}
     try:
-        scores = StepScores.from_bytes(run.run_dir.scores_of(step).read_bytes())
+        scores = StepScores.from_bytes(read_bytes(run.run_dir.scores_of(step)))
     except (OSError, msgspec.MsgspecError, SightlineError):
         return {}
     node_scores = {}
@@ -179,11 +180,9 @@ def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, 
             span = slice(origin.start, origin.stop)
             cut = trace.nodes[origin.node].num_sampled - (origin.stop - origin.start)
             if cut >= 0:
-                node_scores[origin.node] = NodeScores(
-                    _pad_with_nan(scores.logprobs.numpy()[span], cut),
-                    _pad_with_nan(scores.ratios.numpy()[span], cut),
-                    _pad_with_nan(scores.advantages.numpy()[span], cut),
-                )
+                arrays = (scores.logprobs, scores.ratios, scores.advantages)
+                padded = [_pad_with_nan(array.numpy()[span], cut) for array in arrays]
+                node_scores[origin.node] = NodeScores(*padded)
     return node_scores
 
 
@@ -215,11 +214,11 @@ def describe_tokens(
         "ids": ids,
         "texts": _decode_tokens(run, node, ids, start),
         "slots": [[slot.offset, slot.length, slot.item.ref.digest] for slot in node.slots],
-        "logprobs": _to_json_numbers(node.logprobs.numpy()[sampled]),
+        "logprobs": node.logprobs.numpy()[sampled].tolist(),
         "versions": versions[sampled],
-        "trainer": None if score is None else _to_json_numbers(score.logprobs[sampled]),
-        "ratios": None if score is None else _to_json_numbers(score.ratios[sampled]),
-        "advantages": None if score is None else _to_json_numbers(score.advantages[sampled]),
+        "trainer": None if score is None else score.logprobs[sampled].tolist(),
+        "ratios": None if score is None else score.ratios[sampled].tolist(),
+        "advantages": None if score is None else score.advantages[sampled].tolist(),
     }
 
 
@@ -232,11 +231,3 @@ def _decode_tokens(run: RunView, node: Node, ids: list[int], start: int) -> list
         None if start + i in visual else run.tokenizer.decode([token])
         for i, token in enumerate(ids)
     ]
-
-
-def _to_json_numbers(values: np.ndarray) -> list[float | None]:
-    return [_null_if_infinite(value) for value in values.tolist()]
-
-
-def _null_if_infinite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

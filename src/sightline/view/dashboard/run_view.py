@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 from sightline.run.run_dir import RunDir
@@ -13,7 +12,7 @@ from sightline.view.dashboard.alerts import Alert, find_alerts
 from sightline.view.dashboard.history import MetricsHistory
 from sightline.view.dashboard.index import RolloutIndex
 from sightline.view.events import find_number
-from sightline.view.fenced_run_dir import FencedRunDir
+from sightline.view.fenced_run_dir import FencedRunDir, list_files
 from sightline.view.formatting import fixed
 from sightline.view.run_files import RunFiles
 from sightline.view.run_status import FAILED, FINISHED, STOPPED, RunState, find_launcher, find_state
@@ -53,7 +52,9 @@ class RunView(RunFiles):
             self.store = self.open_store()
         changed |= self._look_for_images()
         # Detect changes without events, such as a new summary or log line.
-        signature = (self.state, self.notes, _log_sizes(self.run_dir.logs))
+        logs = list_files(self.run_dir.logs, ".log")
+        sizes = {name: stat.st_size for name, stat in logs.items()}
+        signature = (self.state, self.notes, sizes)
         if changed or signature != self._last_signature:
             self.revision += 1
         self._last_signature = signature
@@ -92,7 +93,7 @@ class RunView(RunFiles):
         return find_state(self, launcher, end, is_trained)
 
     def describe_end(self) -> dict[str, str]:
-        """Return why the run ended, and a fix; empty strings while it is running."""
+        """Return why the run ended, and a fix, or empty strings while it is running."""
         (state, problem), end = self._find_state(), self.history.end
         fix = str(end.values.get("fix") or "") if end is not None else ""
         if state == FINISHED and (goal := self.history.goal) is not None:
@@ -122,8 +123,7 @@ class RunView(RunFiles):
             names = ", ".join(refused[:10])
             problems.append(f"skipped, because they are links or not regular files: {names}")
         problems += self.history.problems(self.state == "running")
-        with self.index.connect_readonly() as connection:
-            problems += queries.list_problems(connection)
+        problems += self.index.query(queries.list_problems)
         if self.missing:
             problems.append(f"{len(self.missing)} images are in no store")
         if self.checkpoint is None:
@@ -179,11 +179,3 @@ def _join_ends(problem: str) -> str:
         return problem.strip()
     begin = lines[0].removesuffix("Traceback (most recent call last):").rstrip(" :")
     return f"{begin}: {lines[-1]}" if begin else lines[-1]
-
-
-def _log_sizes(folder: Path) -> tuple[tuple[str, int], ...]:
-    """Return the name and size of each log in the folder."""
-    try:
-        return tuple(sorted((log.name, log.lstat().st_size) for log in folder.glob("*.log")))
-    except OSError:  # a log was just removed
-        return ()

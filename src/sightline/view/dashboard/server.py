@@ -22,6 +22,7 @@ from sightline.config import RunFile, SftFile, iter_settings
 from sightline.config.secret_refs import resolve_secret
 from sightline.errors import MediaError, MediaMissing, SightlineError
 from sightline.media.ref import is_digest
+from sightline.regular_file import read_bytes
 from sightline.transport.http_server import RequestGuard, build_uvicorn_config, check_address
 from sightline.transport.listen import bind_socket, check_tls, describe_link
 from sightline.view.dashboard import processes, queries, rollout_page, thumbnails
@@ -162,7 +163,7 @@ class Dashboard:
         if file is None:
             raise HTTPException(404, "file not found")
         headers = {"cache-control": "no-cache"}
-        return Response(file.read_bytes(), media_type=TYPES[file.suffix], headers=headers)
+        return Response(read_bytes(file), media_type=TYPES[file.suffix], headers=headers)
 
     # --- numbers
 
@@ -190,8 +191,7 @@ class Dashboard:
         fresh: bool = True,
     ) -> Response:
         view = self._run(run)
-        with view.index.connect_readonly() as connection:
-            mismatch = queries.sum_mismatch(connection, step_from, step_to, fresh)
+        mismatch = view.index.query(queries.sum_mismatch, step_from, step_to, fresh)
         for token in mismatch["worst"]:
             token["text"] = view.tokenizer.decode([token["token_id"]]) if view.tokenizer else None
         return _json_response(mismatch)
@@ -212,23 +212,19 @@ class Dashboard:
     # --- rollouts
 
     def facets(self, run: str) -> Response:
-        with self._run(run).index.connect_readonly() as connection:
-            return _json_response(queries.count_facets(connection))
+        return _json_response(self._run(run).index.query(queries.count_facets))
 
     def rollouts(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
-        with self._run(wanted.run).index.connect_readonly() as connection:
-            page = queries.list_rollouts(connection, wanted, wanted.offset, wanted.limit)
-        return _json_response(page)
+        page, index = (wanted, wanted.offset, wanted.limit), self._run(wanted.run).index
+        return _json_response(index.query(queries.list_rollouts, *page))
 
     def groups(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
-        with self._run(wanted.run).index.connect_readonly() as connection:
-            page = queries.list_groups(connection, wanted, wanted.offset, wanted.limit)
-        return _json_response(page)
+        page, index = (wanted, wanted.offset, wanted.limit), self._run(wanted.run).index
+        return _json_response(index.query(queries.list_groups, *page))
 
     def failures(self, run: str) -> Response:
         view = self._run(run)
-        with view.index.connect_readonly() as connection:
-            errors = queries.list_errors(connection)
+        errors = view.index.query(queries.list_errors)
         return _json_response({**view.history.count_failures(), "errors": errors})
 
     def rollout(self, run: str, file: str, number: Int64) -> Response:
@@ -259,16 +255,14 @@ class Dashboard:
         self, run: str, sort: str = "most", offset: Int64 = 0, limit: Int64 = 60, digest: str = ""
     ) -> Response:
         view = self._run(run)
-        with view.index.connect_readonly() as connection:
-            page = queries.list_images(connection, sort, offset, limit, digest)
+        page = view.index.query(queries.list_images, sort, offset, limit, digest)
         for row in page["rows"]:
             row["missing"] = row["digest"] in view.missing
         return _json_response({**page, "missing": len(view.missing)})
 
     def image(self, run: str, digest: str) -> Response:
         view = self._run(run)
-        with view.index.connect_readonly() as connection:
-            image = queries.find_image(connection, digest)
+        image = view.index.query(queries.find_image, digest)
         if image is None:
             raise HTTPException(404, "no rollout contains this image")
         return _json_response({**image, "missing": digest in view.missing})
@@ -276,7 +270,7 @@ class Dashboard:
     def media(self, run: str, digest: str, request: Request) -> Response:
         store = self._run(run).store
         data, mime = thumbnails.read_image(store, _check_digest(digest))
-        # A video player requests ranges; without them it cannot seek.
+        # A video player requests ranges. Without them it cannot seek.
         wanted = _RANGE.fullmatch(request.headers.get("range", ""))
         return _image_response(data, mime, wanted)
 
@@ -340,18 +334,15 @@ def _image_response(data: bytes, mime: str, wanted: re.Match[str] | None = None)
     return Response(data, media_type=mime, headers=headers)
 
 
-def _json_response(value: Any) -> Response:
-    return Response(
-        msgspec.json.encode(value),
-        media_type="application/json",
-        headers={"cache-control": "no-store"},
-    )
+def _json_response(value: Any, status: int = 200) -> Response:
+    """Return the value as JSON, with null for NaN and infinities."""
+    headers = {"cache-control": "no-store"}
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 async def _http_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    body = msgspec.json.encode({"problem": str(error.detail)})
-    return Response(body, error.status_code, media_type="application/json")
+    return _json_response({"problem": str(error.detail)}, error.status_code)
 
 
 async def _sightline_error_response(request: Request, error: Exception) -> Response:
@@ -359,5 +350,4 @@ async def _sightline_error_response(request: Request, error: Exception) -> Respo
     status = (
         404 if isinstance(error, MediaMissing) else 415 if isinstance(error, MediaError) else 500
     )
-    body = msgspec.json.encode({"problem": error.problem, "fix": error.fix})
-    return Response(body, status, media_type="application/json")
+    return _json_response({"problem": error.problem, "fix": error.fix}, status)

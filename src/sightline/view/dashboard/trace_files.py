@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
 from hashlib import blake2b
 from pathlib import Path
 
-from sightline.errors import SightlineError, WireError, summarize_traceback
+from sightline.errors import WireError, summarize_traceback
 from sightline.media import MediaRef
 from sightline.message import Message
+from sightline.regular_file import open_file
 from sightline.run.run_dir import RunDir
 from sightline.trace import Trace, decode_trace
-from sightline.trace.codec import FILE_MAGIC
+from sightline.trace.codec import TraceRecord
 from sightline.wire.file import read_lines
 
 MAX_ANSWER_CHARS = 160
@@ -26,45 +25,9 @@ Verdicts = dict[str, str]
 """Verdicts by rollout."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRecord:
-    """A trace and its position in its file."""
-
-    number: int
-    start: int
-    """Offset of its first byte, after the length."""
-    size: int
-    trace: Trace
-
-
-def read_records(path: Path) -> Iterator[TraceRecord | str]:
-    """Yield the traces of a file, and a description of each unreadable one.
-
-    A damaged trace does not affect the others. A truncated file loses only its end.
-    """
-    with open(path, "rb") as file:
-        if file.read(len(FILE_MAGIC)) != FILE_MAGIC:
-            yield "not a trace file"
-            return
-        end = os.fstat(file.fileno()).st_size
-        number = 0
-        while head := file.read(4):
-            start, size = file.tell(), int.from_bytes(head, "big")
-            if len(head) < 4 or start + size > end:
-                yield f"ends inside trace {number}"
-                return
-            try:
-                yield TraceRecord(
-                    number, start, size, decode_trace(file.read(size), f"trace {number}")
-                )
-            except SightlineError as error:
-                yield error.problem
-            number += 1
-
-
 def read_trace(path: Path, start: int, size: int) -> Trace:
     """Read the trace at a position from `read_records`."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         file.seek(start)
         data = file.read(size)
     if len(data) < size:

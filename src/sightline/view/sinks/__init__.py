@@ -19,6 +19,7 @@ from PIL.Image import Image
 
 from sightline.config import LoggingConfig
 from sightline.errors import ConfigError
+from sightline.regular_file import open_file, read_bytes
 from sightline.run import RunDir
 
 SINKS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "trackio": "Trackio"}
@@ -35,14 +36,10 @@ class RunIdentity:
 
     name: str
     """The name of its folder. Other runs may have the same name."""
-    id: str
-    """Unique id of the run. It is the same each time the run is fed."""
+    unique_name: str
+    """The name with the run's id. It is the same each time the run is fed."""
     settings: dict[str, Any]
     """Sections of the run file."""
-
-    @property
-    def unique_name(self) -> str:
-        return f"{self.name}-{self.id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +80,17 @@ def feed_in_background(
     config: LoggingConfig, run_dir: RunDir, on_problem: Callable[[str], object]
 ) -> Iterator[None]:
     """Feed the run's sinks in another process; call `on_problem` for each sink that failed."""
-    if not config.sinks:
+    if not config.sinks and not config.upload_samples_to:
         yield
         return
     command = [sys.executable, "-m", "sightline", "sinks", str(run_dir.path), "--follow"]
     command += [word for name in config.sinks for word in ("--to", name)]
     command += ["--samples-every", str(config.samples_every)]
     command += ["--offline"] if config.wandb_offline else []
+    if config.upload_samples_to:
+        command += ["--upload-samples-to", config.upload_samples_to]
     log_path = run_dir.logs / "sinks.log"
-    with open(log_path, "ab") as log:
+    with open_file(log_path, "ab") as log:
         log_start = log.tell()
         process = subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
@@ -106,8 +105,8 @@ def feed_in_background(
             process.kill()
             process.wait()
         if process.returncode:
-            lines = log_path.read_bytes()[log_start:].decode(errors="replace").splitlines()
+            lines = read_bytes(log_path)[log_start:].decode(errors="replace").splitlines()
             problems = [line for line in lines if line.startswith(PROBLEM_PREFIX)]
             code = process.returncode
-            for words in problems or [f"the sinks' process ended with {code}; see {log_path}"]:
+            for words in problems or [f"the sinks' process ended with {code}. See {log_path}"]:
                 on_problem(words)

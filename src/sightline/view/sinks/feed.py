@@ -11,16 +11,19 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from PIL.Image import Image
 
-from sightline.errors import MediaError, SightlineError
+from sightline.config import LoggingConfig
+from sightline.errors import ConfigError, MediaError, SightlineError
 from sightline.media import MediaStore
+from sightline.regular_file import read_text
 from sightline.run.run_dir import RunDir
+from sightline.trace.codec import read_records
 from sightline.view.dashboard import trace_files
 from sightline.view.dashboard.history import STEP_EVENT_KINDS, flatten_numbers
 from sightline.view.dashboard.thumbnails import open_reduced
@@ -38,6 +41,8 @@ from sightline.view.sinks import (
 from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
 
+UPLOAD = "samples"
+"""Name of the sink that uploads parquet files."""
 NUM_SAMPLES = 8
 """Maximum number of rollouts per table."""
 NUM_THUMBNAILS = 4
@@ -47,13 +52,15 @@ MAX_CHARS = 2000
 POLL_INTERVAL_S = 1.0
 
 
-def feed_run(path: Path, names: list[str], samples_every: int, offline: bool, follow: bool) -> None:
-    """Feed the named sinks, print the problems, and exit the process.
+def feed_run(path: Path, config: LoggingConfig, follow: bool) -> None:
+    """Feed the sinks of `config`, print the problems, and exit the process.
 
     Ends when everything is read or, with `follow`, when the run ends or at a signal.
     """
     run_dir = get_run_dir(path)
-    check_sinks(names)
+    check_sinks(config.sinks)
+    if not config.sinks and not config.upload_samples_to:
+        raise ConfigError("no sink given", "name one with --to, or set --upload-samples-to")
     stop = threading.Event()
 
     def on_signal(number: int, frame: object) -> None:
@@ -68,31 +75,36 @@ def feed_run(path: Path, names: list[str], samples_every: int, offline: bool, fo
             return True
         return find_state(RunFiles(run_dir), find_launcher(run_dir)).name != RUNNING
 
-    problems = feed_sinks(run_dir, build_factories(names, run_dir, offline), samples_every, is_over)
-    for name in names:
+    factories = build_factories(config, run_dir)
+    problems = feed_sinks(run_dir, factories, config.samples_every, is_over)
+    for name in factories:
         problem = problems.get(name)
         print(f"{PROBLEM_PREFIX}{name}: {problem}" if problem else f"{name}: fed", flush=True)
     # Do not wait for threads of sinks that hang.
     os._exit(1 if problems else 0)
 
 
-def build_factories(
-    names: Sequence[str], run_dir: RunDir, offline: bool
-) -> dict[str, Callable[[], Sink]]:
+def build_factories(config: LoggingConfig, run_dir: RunDir) -> dict[str, Callable[[], Sink]]:
     folder = run_dir.sinks
     folder.mkdir(exist_ok=True)
     id_file = folder / "run_id"
     if not id_file.is_file():
         write_atomic(id_file, secrets.token_hex(4).encode())
-    run_id, settings = id_file.read_text().strip(), RunFiles(run_dir).settings
-    identity = RunIdentity(run_dir.path.resolve().name, run_id, settings)
+    name, settings = run_dir.path.resolve().name, RunFiles(run_dir).settings
+    identity = RunIdentity(name, f"{name}-{read_text(id_file).strip()}", settings)
 
     def build(name: str) -> Sink:
         module = importlib.import_module(f"sightline.view.sinks.{name}")
-        sink: Sink = getattr(module, SINKS[name])(folder, identity, offline)
+        sink: Sink = getattr(module, SINKS[name])(folder, identity, config.wandb_offline)
         return sink
 
-    return {name: partial(build, name) for name in names}
+    def build_upload() -> Sink:
+        from sightline.view.sinks.sample_upload import SampleUpload
+
+        return SampleUpload(run_dir, config.upload_samples_to, identity)
+
+    factories: dict[str, Callable[[], Sink]] = {n: partial(build, n) for n in config.sinks}
+    return factories | ({UPLOAD: build_upload} if config.upload_samples_to else {})
 
 
 class _SinkFeeder:
@@ -102,7 +114,7 @@ class _SinkFeeder:
         self._position_file = run_dir.sinks / name / "position"
         self._start = 0
         if self._position_file.is_file():
-            self._start = int(self._position_file.read_text())
+            self._start = int(read_text(self._position_file))
         self._tail = EventTail(run_dir.metrics, self._start)
         self._sink = build()
 
@@ -179,8 +191,8 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
     file = run_dir.traces_of(step)
     verdicts = trace_files.read_verdicts(run_dir, [step]).get(step, {})
     try:
-        for record in trace_files.read_records(file):
-            if isinstance(record, str) or record.trace.group_id in groups:
+        for record in read_records(file):
+            if isinstance(record, SightlineError) or record.trace.group_id in groups:
                 continue
             trace = record.trace
             groups.add(trace.group_id)

@@ -1,7 +1,8 @@
-"""Pebble: a whole family, as small as one can be. Copy this folder to begin another.
+"""Pebble: a complete family, as small as possible.
 
-`vision` has layout, pixels and positions, `render` the chat format, `forward` the torch half and
-`tiny` a small random checkpoint. This file loads without torch and transformers.
+Copy this folder to start another one. `vision` has layout, pixels and positions, `render` the chat
+format, `forward` the torch half and `tiny` a small random checkpoint. This file imports neither
+torch nor transformers.
 """
 
 from __future__ import annotations

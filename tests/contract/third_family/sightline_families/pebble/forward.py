@@ -20,7 +20,7 @@ from .vision import Pebble
 
 
 class Tower(nn.Module):
-    """A patch becomes a feature by its pixels and its place; it sees no other patch."""
+    """A patch's features depend only on its pixels and its position."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Tower(nn.Module):
         self.out = nn.Sequential(nn.GELU(), nn.Linear(hidden, hidden))
 
     def forward(self, values: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        shown = self.pixels(values) + self.row(place[:, 0]) + self.column(place[:, 1])
-        features: torch.Tensor = self.out(shown)
+        pixels = self.pixels(values) + self.row(place[:, 0]) + self.column(place[:, 1])
+        features: torch.Tensor = self.out(pixels)
         return features
 
 
@@ -52,8 +52,8 @@ class Layer(nn.Module):
         split = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = split.permute(2, 0, 3, 1, 4)
         q, k = _turned(q, turn), _turned(k, turn)
-        seen = attention.attend(index, q, k, v, q.shape[-1] ** -0.5)
-        x = x + self.joined(seen.transpose(1, 2).flatten(2))
+        attended = attention.attend(index, q, k, v, q.shape[-1] ** -0.5)
+        x = x + self.joined(attended.transpose(1, 2).flatten(2))
         return x + self.narrow(nn.functional.gelu(self.wide(self.between(x))))
 
 
@@ -133,7 +133,7 @@ def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 def load(
     path: Path, family: Pebble, device: torch.device, dtype: torch.dtype, attention: str
 ) -> PebbleForward:
-    """`attention` is a name for models of transformers; this one calls the pattern itself."""
+    """`attention` is a name for transformers' models. This model calls the pattern itself."""
     model = Model(read_json(path / "config.json"))
     model.load_state_dict(load_file(path / "model.safetensors"))
     return PebbleForward(model.to(device, dtype))

@@ -1,7 +1,7 @@
 """The chat format: a mark for the role, the content, `[end]`. No reasoning, no newlines between.
 
 A picture is `[look]`, a `[dot]` for each visual token, `[/look]`. Tools stand in front, a line of
-JSON each, between `[tools]` and `[end]`; a call is `[call]name[with]arguments[/call]`.
+JSON each, between `[tools]` and `[end]`. A call is `[call]name[with]arguments[/call]`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PebbleRenderer(BaseRenderer):
         return ParsedCompletion(content, tool_calls=calls, malformed_calls=malformed)
 
     def _parse_calls(self, section: list[int]) -> tuple[ToolCall, ...]:
-        """The calls of a section, or none when any part of it is no complete call."""
+        """Return the calls of a section, or none if any part of it is not a complete call."""
         calls: list[ToolCall] = []
         while section:
             if section[0] != self._call or self._end_call not in section:

@@ -1,4 +1,4 @@
-"""Writes a small checkpoint with random weights: whole, and the same for equal seeds."""
+"""Write a small checkpoint with random weights, which are the same for equal seeds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPECIAL_TOKENS = (
     "[/call]", "[look]", "[dot]", "[/look]",
 )  # fmt: skip
 
-# A merge must stand behind the merges that make its halves.
+# A merge must come after the merges that produce its halves.
 MERGES = (
     ("u", "s"), ("e", "r"), ("us", "er"), ("t", "h"), ("th", "e"), ("Ċ", "Ċ"), ("Ġ", "Ġ"),
 )  # fmt: skip
@@ -52,5 +52,5 @@ def write(path: Path, seed: int = 0, **options: Any) -> None:
     (path / "chat_template.jinja").write_text(template)
     write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     write_json(path / "preprocessor_config.json", PROCESSOR)
-    # Last: a folder without it is no checkpoint.
+    # Write it last: a folder without it is not a checkpoint.
     write_json(path / "config.json", config)

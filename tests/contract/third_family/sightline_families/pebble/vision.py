@@ -1,7 +1,7 @@
 """Sizes to grids, images to patches, tokens to positions. Pixels stay uint8.
 
 An image that is too large is halved until it fits. It is then padded with grey on all sides, and
-cut into patches of 8x8; each patch is a visual token.
+cut into patches of 8x8. Each patch is a visual token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Settings(BaseProcessorSettings):
     max_pixels: int
     """Pixels of an image before it is padded."""
     max_patches_per_side: int
-    """The tower has no place for more."""
+    """The tower supports no more."""
     fill: int
     """The grey of the padding."""
 
@@ -79,7 +79,7 @@ class Pebble(VisionFamily[Settings]):
         return factor
 
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
-        """uint8 (patches, 3*patch*patch): row, column, channel; the patches row by row."""
+        """uint8 (patches, 3*patch*patch): row, column, channel. The patches row by row."""
         side = self.patch
         pixels = np.asarray(image.convert("RGB").reduce(self._factor(*image.size)))
         height, width, _ = pixels.shape

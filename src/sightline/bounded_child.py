@@ -1,0 +1,77 @@
+"""Run code for a model folder in a child process with limits, which ends with its parent.
+
+`python -m sightline.bounded_child PARENT CPU_S MEMORY_BYTES FILE ARGS...` sets the limits of its
+own process, and then runs FILE. The limits therefore hold before FILE imports anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+PR_SET_PDEATHSIG = 1
+_LENGTH_BYTES = 8
+
+
+def build_command(file: Path, *args: str, cpu_s: int, memory_bytes: int) -> list[str]:
+    """Return the command of a child of this process. A limit of 0 is not set."""
+    limits = (os.getpid(), cpu_s, memory_bytes)
+    # -P: a file of the working directory must not replace a module.
+    words = [sys.executable, "-P", "-m", "sightline.bounded_child", *map(str, limits)]
+    return [*words, str(file), *args]
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def limit_cpu(seconds: int) -> None:
+    """Let the kernel end this process after it has used this much more processor time."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+
+
+def write_frame(stream: BinaryIO, message: dict[str, Any]) -> None:
+    """Write a JSON object with its length."""
+    data = json.dumps(message).encode()
+    stream.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    stream.flush()
+
+
+def read_frame(stream: BinaryIO) -> dict[str, Any]:
+    """Return the next JSON object; raise EOFError if the other process is gone."""
+    length = int.from_bytes(stream.read(_LENGTH_BYTES), "big")
+    data = stream.read(length)
+    if not length or len(data) < length:
+        raise EOFError
+    message: dict[str, Any] = json.loads(data)
+    return message
+
+
+def main() -> None:
+    parent, cpu_s, memory_bytes = map(int, sys.argv[1:4])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    die_with_parent()
+    if os.getppid() != parent:  # it ended before the line above
+        sys.exit(1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    if cpu_s:
+        limit_cpu(cpu_s)
+    sys.argv = sys.argv[4:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

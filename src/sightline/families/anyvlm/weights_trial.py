@@ -1,0 +1,262 @@
+"""The weights trial, which compares our computations with the whole model's own forward pass.
+
+It runs after the weights are loaded. A short conversation is computed alone, packed and as a tree.
+A long one is computed together with a row of a few tokens, in one pass and, in an engine, with the
+engine's KV cache: prefilled in two steps, and then decoded token by token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from sightline.errors import FamilyError
+from sightline.families.anyvlm.findings import UNSUPPORTED
+from sightline.families.anyvlm.processor import (
+    apply_template,
+    load_processor,
+    to_template_parts,
+    uses_torchvision,
+)
+from sightline.families.anyvlm.render import AnyVLMRenderer
+from sightline.families.anyvlm.vision import AnyVLMFamily
+from sightline.families.protocol import EngineTrial
+from sightline.families.transformers_forward import TextForward
+from sightline.media import MediaRef
+from sightline.message import Message, assistant, user
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""The allowed difference from the model's own logits, relative to the largest logit, by dtype."""
+NUM_DECODED = 4
+"""The number of tokens at the end of each row that are decoded one by one."""
+LONG_ROW = 256
+"""The length of the long row in a process without an engine."""
+MAX_LONG_ROW = 2048
+"""A limit because transformers' own attention stores all scores of a layer."""
+CPU_OPERATIONS = 2e11
+"""The number of multiplications that a CPU spends on one pass over the long row."""
+WORD = "so "
+SHORT = "one two three four five six seven eight"
+"""The text of the short row, which has more tokens than are decoded one by one."""
+PackRow = tuple["TriedRow", np.ndarray]
+"""A row, and the indices of its tokens that are computed."""
+
+
+@dataclass(frozen=True, eq=False)
+class TriedRow:
+    """A rendered conversation with its image features and the model's own logits."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    pads: np.ndarray
+    """The indices of the tokens that image features replace."""
+    features: Float[Tensor, "visual_tokens features"] | None
+    fork: int
+    """The end of the last image."""
+    logits: Float[Tensor, "last vocab"]
+    """The model's own logits of the last tokens."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return np.arange(len(self.token_ids))
+
+
+class WeightsTrial:
+    def __init__(
+        self,
+        forward: TextForward,
+        family: AnyVLMFamily,
+        own_attention: Callable[[], AbstractContextManager[None]],
+        build_pattern: Callable[[np.ndarray], Any],
+        engine: EngineTrial | None,
+    ) -> None:
+        self._forward = forward
+        self._build_pattern = build_pattern
+        self._engine = engine
+        self._own_attention = own_attention
+        self._family = family
+        self._renderer = AnyVLMRenderer.load(self._family.path, self._family)
+        self._parameter = next(forward.model.parameters())
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Raise FamilyError if a computation differs from the whole model's."""
+        self._try_tree()
+        long = self._build_row(self._draw_long(), NUM_DECODED)
+        short = self._build_row(([user(SHORT)], []), NUM_DECODED)
+        ends = np.cumsum([len(long.token_ids), len(short.token_ids)])
+        pattern = self._build_pattern(np.repeat(ends, np.diff(ends, prepend=0)))
+        hidden = self._compute([(long, long.tokens), (short, short.tokens)], pattern)
+        lengths = f"rows of {len(long.token_ids)} and {len(short.token_ids)} tokens"
+        for row, end in zip((long, short), ends.tolist(), strict=True):
+            logits = self._forward.logits(hidden[end - NUM_DECODED : end])
+            self._compare(f"in one pass over {lengths}", logits, row.logits)
+        if self._engine is not None and self._family.packing.kind != "rows":
+            self._try_decoding(self._engine, [long, short], lengths)
+
+    def _try_tree(self) -> None:
+        row = self._build_row(_draw_conversation(), 0)
+        tokens, length, fork = row.tokens, len(row.token_ids), row.fork
+        tail = length - fork
+        tried = {
+            # One sequence, two copies in one row, and a tree whose two branches are equal.
+            "alone": (tokens, [length] * length),
+            "packed": (np.tile(tokens, 2), [length] * length + [2 * length] * length),
+            "as a tree": (
+                np.concatenate([tokens, tokens[fork:]]),
+                [length + tail] * fork + [length] * tail + [length + tail] * tail,
+            ),
+        }
+        if self._family.packing.kind == "rows":
+            del tried["as a tree"]
+        for kind, (computed, ends) in tried.items():
+            hidden = self._compute([(row, computed)], self._build_pattern(np.array(ends)))
+            self._compare(f"computed {kind}", self._forward.logits(hidden), row.logits[computed])
+
+    def _try_decoding(self, engine: EngineTrial, rows: list[TriedRow], lengths: str) -> None:
+        """Prefill the rows in two steps, and decode their last tokens one by one."""
+        ends = np.array([len(row.token_ids) for row in rows])
+        build = engine.build_cache(len(rows), int(ends.max()))
+        prompts = ends - NUM_DECODED
+        steps = [0 * ends, prompts // 2, *(prompts + i for i in range(NUM_DECODED + 1))]
+        for number, (starts, stops) in enumerate(zip(steps, steps[1:], strict=False)):
+            parts = [
+                (row, row.tokens[start:stop])
+                for row, start, stop in zip(rows, starts, stops, strict=True)
+            ]
+            pattern = build(np.arange(len(rows)), starts, stops - starts)
+            hidden = self._compute(parts, pattern)
+            for i, row in enumerate(rows):
+                if (decoded := number - 2) >= 0:
+                    logits = self._forward.logits(hidden[i : i + 1])
+                    reference = row.logits[decoded : decoded + 1]
+                    self._compare(f"decoded with the KV cache for {lengths}", logits, reference)
+
+    def _compare(self, tried: str, logits: Tensor, reference: Tensor) -> None:
+        difference = float((logits - reference).abs().max() / reference.abs().max())
+        allowed = TOLERANCES[reference.dtype]
+        if not difference <= allowed:
+            raise FamilyError(
+                f"{self._family.path}: the weights trial failed: {tried}, logits differ from "
+                f"{type(self._forward.model).__name__}'s own by {difference:.2g} of the largest "
+                f"logit ({allowed:.0e} is allowed), so its layers do more than causal attention",
+                UNSUPPORTED,
+            )
+
+    def _draw_long(self) -> tuple[list[Message], list[Image.Image]]:
+        """Return a conversation of as many tokens as a row may have."""
+        limit = LONG_ROW if self._engine is None else self._engine.max_model_len
+        limit = min(limit, MAX_LONG_ROW)
+        if self._parameter.device.type == "cpu":
+            num_parameters = sum(p.numel() for p in self._forward.model.parameters())
+            limit = min(limit, max(LONG_ROW // 2, int(CPU_OPERATIONS / num_parameters)))
+        messages, images = _draw_conversation()
+
+        def lengthen(num_words: int) -> list[Message]:
+            return [*messages, assistant("no"), user(WORD * num_words + "why?")]
+
+        few, more = (
+            len(self._renderer.render_read(lengthen(n), None, True).token_ids) for n in (1, 101)
+        )
+        return lengthen(1 + max(0, (limit - few) * 100 // (more - few))), images
+
+    def _build_row(self, talk: tuple[list[Message], list[Image.Image]], last: int) -> TriedRow:
+        """Render a conversation, and compute its features and the model's `last` logits, or all."""
+        messages, images = talk
+        rendered = self._renderer.render_read(messages, None, True)
+        slots, features = rendered.slots, None
+        pads = [slot.offset + self._family.feature_offsets(slot.item) for slot in slots]
+        if slots:
+            items = [slot.item for slot in slots]
+            patches = np.concatenate(
+                [self._family.patches(i, item) for i, item in zip(images, items, strict=True)]
+            )
+            stacked = torch.from_numpy(patches).to(self._parameter.device)
+            features = self._forward.encode(stacked, [item.grid for item in items])
+        return TriedRow(
+            np.array(rendered.token_ids),
+            self._family.positions(len(rendered.token_ids), slots)[0].astype(np.int64),
+            np.concatenate(pads) if pads else np.zeros(0, dtype=np.int64),
+            features,
+            slots[-1].end if slots else 0,
+            self._run_model(rendered.token_ids, images, messages, last),
+        )
+
+    def _run_model(
+        self, token_ids: list[int], images: list[Image.Image], messages: list[Message], last: int
+    ) -> Tensor:
+        """Return the whole model's `last` logits, or all, for the inputs from its own processor."""
+        processor, model = load_processor(self._family.path), self._forward.model
+        talk = [{"role": m.role, "content": to_template_parts(m, images)} for m in messages]
+        _, inputs = apply_template(
+            processor,
+            AnyVLMRenderer.find_template(self._family.path),
+            talk,
+            return_tensors="pt" if uses_torchvision(processor) else "np",
+        )
+        if inputs["input_ids"][0].tolist() != token_ids:
+            raise FamilyError(
+                f"{self._family.path}: the weights trial failed: the processor writes other tokens "
+                "than it did for the probe",
+                "install the same transformers in every environment of the run",
+            )
+        arrays = {name: torch.as_tensor(array) for name, array in inputs.items()}
+        dtype, device = self._parameter.dtype, self._parameter.device
+        arguments: dict[str, Any] = {
+            name: (a.to(dtype) if a.is_floating_point() else a).to(device)
+            for name, a in arrays.items()
+        }
+        if last and "logits_to_keep" in inspect.signature(model.forward).parameters:
+            arguments["logits_to_keep"] = last
+        with self._own_attention():
+            logits: Tensor = model(**arguments, use_cache=False).logits[0]
+        return logits[-last:]
+
+    def _compute(self, parts: list[PackRow], pattern: Any) -> Float[Tensor, "tokens hidden"]:
+        """Return the hidden states of tokens of several rows, as one run with `pattern`."""
+        device = self._parameter.device
+        token_ids = np.concatenate([row.token_ids[tokens] for row, tokens in parts])
+        along = np.concatenate([row.positions[:, tokens] for row, tokens in parts], axis=1)
+        features, places = None, np.concatenate(list(_find_places(parts)))
+        if len(places):
+            features = torch.cat(
+                [
+                    row.features[np.searchsorted(row.pads, tokens[np.isin(tokens, row.pads)])]
+                    for row, tokens in parts
+                    if row.features is not None
+                ]
+            )
+        hidden = self._forward.hidden(
+            torch.from_numpy(token_ids).to(device)[None],
+            torch.from_numpy(along).to(device)[:, None],
+            features,
+            torch.from_numpy(places).to(device),
+            pattern,
+        )
+        return hidden[0]
+
+
+def _find_places(parts: list[PackRow]) -> Iterator[np.ndarray]:
+    """Yield the indices of each row's image tokens in the run."""
+    start = 0
+    for row, tokens in parts:
+        yield start + np.flatnonzero(np.isin(tokens, row.pads))
+        start += len(tokens)
+
+
+def _draw_conversation() -> tuple[list[Message], list[Image.Image]]:
+    images = []
+    for seed, (width, height) in enumerate(((64, 40), (50, 90))):
+        noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        images.append(Image.fromarray(noise))
+    first, two = (MediaRef(f"{i}" * 64, "image/png", *im.size, 1) for i, im in enumerate(images))
+    return [user("look", first), assistant("yes"), user(two, "and this?")], images
