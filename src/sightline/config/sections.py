@@ -296,7 +296,8 @@ class TrainerConfig(ConfigSection):
     """Also keep a checkpoint permanently every this many steps. 0 keeps only the most recent
     ones."""
     master_dtype: Literal["float32", "model"] = "float32"
-    """Precision of the weights that the optimizer updates. `model` uses [model] dtype."""
+    """Precision of the weights that the optimizer updates. With float32, a bfloat16 model computes
+    with their rounded values. `model` uses [model] dtype, which rounds small updates away."""
     activation_checkpointing: Mutable[bool] = False
     """Whether to recompute activations in the backward pass, which saves memory."""
     compile_backend: str = ""
