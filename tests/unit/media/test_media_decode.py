@@ -330,6 +330,19 @@ def test_pil_image_is_stored_as_displayed(picture: Picture, mode: str) -> None:
     assert open_rgb(encode_png(image)).tobytes() == image.convert("RGB").tobytes()
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_pil_image_is_put_upright(
+    store: MediaStore, picture: Picture, encode: Encode, orientation: int
+) -> None:
+    """A photo gives the same pixels as bytes and as an opened image, however often it is put."""
+    data = encode(picture(), "PNG", exif=with_orientation(orientation))
+    ref = store.put(Image.open(io.BytesIO(data)))
+    image = store.image(ref)
+    assert (ref.width, ref.height) == ((5, 9) if orientation >= 5 else (9, 5))
+    assert image.tobytes() == open_rgb(data).tobytes()
+    assert store.put(image) == ref
+
+
 def test_png_from_a_pil_image_is_deterministic_without_metadata(
     picture: Picture,
 ) -> None:
