@@ -30,6 +30,8 @@ from sightline.pack import PackSize
 from sightline.pack.truncate import truncate_sample
 from sightline.pixels import Materializer
 from sightline.render import Bridged
+from sightline.trace import PolicySpan, Trace, flatten
+from sightline.trace.node import ROOT
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.sft import build_sample
@@ -246,6 +248,16 @@ def test_truncation_cuts_between_video_steps(filming: Any, videos: list[VideoPar
         assert all(slot.end <= len(cut.token_ids) for slot in cut.slots)
         placed = [Slot(s.offset, s.length, cut.items[s.item]) for s in cut.slots]
         filming.family.positions(len(cut.token_ids), placed)
+
+
+def test_every_step_trains_with_its_own_item(filming: Any, videos: list[VideoPart]) -> None:
+    renderer, trace = filming.renderer, Trace(id="t", reward=1.0)
+    turn = trace.extend(ROOT, [user(videos[0], "or", videos[1])], renderer)
+    ids = [renderer.stop_token_ids[0]]
+    turn.commit(ids, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
+    (sample,) = flatten(trace)
+    assert len(sample.items) == len(turn.slots) > 2
+    assert [sample.items[slot.item] for slot in sample.slots] == [s.item for s in turn.slots]
 
 
 # -- against transformers

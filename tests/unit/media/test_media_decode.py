@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
 from sightline.errors import ConfigError, MediaError, MediaRefused, MediaUndecodable
+from sightline.media import MediaStore
 from sightline.media.decode import encode_png, inspect_image, open_rgb
 from sightline.media.header import ImageLimits, exif_orientation
 
@@ -124,7 +125,10 @@ def test_huge_declared_size_is_refused_before_decoding(picture: Picture, encode:
     frame = jpeg.index(b"\xff\xc0")
     jpeg[frame + 5 : frame + 9] = gif[6:10] = b"\xff\xff\xff\xff"
     webp[26:30] = b"\xff\x3f\xff\x3f"
-    for data in (jpeg, gif, webp):
+    first = bytearray(encode(picture(), "GIF"))  # its first frame is larger than its canvas
+    at = first.index(b",\0\0\0\0")
+    first[at + 5 : at + 9] = b"\xff\xff\xff\xff"
+    for data in (jpeg, gif, webp, first):
         tracemalloc.start()
         with pytest.raises(MediaRefused, match="limit"):
             inspect_image(bytes(data))
