@@ -438,7 +438,9 @@ def test_video_file_is_decoded_once_for_all_steps(filming: Any) -> None:
     materializer = Materializer(filming.family, filming.store, 1 << 24)
     items = [step.item for step in filming.family.steps(part)]
     for item, flight in materializer.iterate(items, 1 << 24):
-        assert flight.result().patches.shape[0] == item.num_patches
+        patches = flight.result().patches
+        assert patches.shape[0] == item.num_patches
+        assert patches.nbytes == materializer.count_bytes(item), "the budget counts every frame"
     assert part.ref is not None
     assert materializer._videos._get(part.ref).num_starts == 1
     materializer.close()
