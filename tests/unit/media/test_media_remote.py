@@ -302,6 +302,21 @@ def test_stale_list_never_decides_whether_an_image_exists(
         assert list(kind.store.digests()) == [new.digest]
 
 
+def test_gc_keeps_an_image_that_was_used_after_the_list(
+    s3: None, tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KINDS["s3"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
+        ref = kind.store.put(pictures[0])
+        kind.backing.make_older(kind.backing.names()[0], 4000)
+        store = behind(kind, proxy.url, monkeypatch)
+        assert list(store.digests()) == [ref.digest]
+        assert kind.elsewhere().put(pictures[0]) == ref
+        with proxy.disturbed("stale lists"):
+            report = store.gc(set())
+        assert (report.removed, report.num_young) == ([], 1)
+        assert kind.elsewhere("third").get(ref) == pictures[0]
+
+
 @pytest.mark.parametrize("deadline_s", [0.3, 60.0])
 def test_store_that_is_down_recovers_within_the_deadline_or_names_its_endpoint(
     s3: None,
