@@ -64,7 +64,7 @@ def store_file(
 
 
 def fetch_file(store: MediaStore, file: StoredFile, path: Path, here: KnownParts) -> None:
-    """Replace the file at `path` durably and in one step. Copy parts from local files if possible."""
+    """Replace the file at `path` durably and in one step. Copy local parts where possible."""
     starts = range(0, file.nbytes, PART_BYTES)
     sizes = [min(PART_BYTES, file.nbytes - start) for start in starts]
     if len(sizes) != len(file.parts):
