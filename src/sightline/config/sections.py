@@ -332,6 +332,16 @@ class TrainerConfig(ConfigSection):
     feature_cache_mb: Mutable[int] = Field(256, ge=0)
     """Memory in MB on the trainer's device for features of a frozen vision tower."""
 
+    @model_validator(mode="after")
+    def _check_ranks(self) -> TrainerConfig:
+        if self.ranks % self.context_parallel:
+            raise InvalidSetting(
+                f"ranks = {self.ranks} is not a multiple of context_parallel = "
+                f"{self.context_parallel}",
+                "set ranks to a multiple of context_parallel",
+            )
+        return self
+
 
 class EvalConfig(ConfigSection):
     tasks: int = Field(256, ge=0)
