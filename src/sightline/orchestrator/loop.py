@@ -92,7 +92,8 @@ class Orchestrator:
                 return step - 1
             self._check_bad_media(collection)
             ready = self.run_state.write_step(
-                Batch(step, collection.samples),
+                # The order of arrival depends on timing, and a sum's bits on the order.
+                Batch(step, sorted(collection.samples, key=lambda sample: sample.trace_id)),
                 collection.traces,
                 collection.ids_by_verdict,
                 self.rollouts.next_group,

@@ -49,6 +49,7 @@ class World:
         self.always_version: int | None = None
         self.goal: RewardGoal | None = None
         self.check_room: Callable[[], None] = lambda: None
+        self.slow_group = ""
         self.run_state = RunState.open(run_dir)
         events = EventLog(run_dir.metrics, "orchestrator")
         self.policy = PolicyUpdater(
@@ -95,7 +96,8 @@ class World:
         def answer() -> None:
             self.rollouts.on_result(self.build_result(message, version))
 
-        asyncio.get_running_loop().call_later(0.001, answer)
+        delay = 0.001 + 0.05 * (message.group_id == self.slow_group)
+        asyncio.get_running_loop().call_later(delay, answer)
 
     def build_result(self, play: RolloutRequest, version: int) -> RolloutResult:
         nodes = [
@@ -168,6 +170,19 @@ def test_no_rollout_is_wasted_without_lag(run_dir: RunDir) -> None:
     play(world, range(1, 5))
     assert len(world.played) == 4 * 3 * 2
     assert set(world.run_state.verdicts) <= {"train"}
+
+
+def test_a_batch_does_not_depend_on_the_order_of_arrival(tmp_path: Path) -> None:
+    batches = []
+    for slow_group in ("g0", "g2"):
+        run_dir = RunDir(tmp_path / slow_group)
+        run_dir.make()
+        world = World(run_dir, max_lag=0)
+        world.slow_group = slow_group
+        play(world, range(1, 2))
+        assert world.run_state.progress.step == 1 and len(world.played) == 6
+        batches.append(run_dir.batch(1).read_bytes())
+    assert batches[0] == batches[1]
 
 
 def test_rollouts_too_late_to_train_are_not_played(run_dir: RunDir) -> None:
