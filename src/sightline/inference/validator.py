@@ -81,6 +81,11 @@ class RequestValidator:
             )
         prompt = self._check_tokens(request.token_ids, request.sampling_params)
         self._check_sampling(request.sampling_params)
+        first = request.sampling_params.routes_from
+        if first is not None and not 0 <= first < len(prompt):
+            raise build_engine_error(
+                "sampling", f"sampling_params.routes_from: {first}", "send the index of a token"
+            )
         slots, keys = self._check_slots(request)
         self._check_pads(prompt, slots)
         return ValidatedRequest(

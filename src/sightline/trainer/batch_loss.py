@@ -23,8 +23,14 @@ from sightline.config import TrainerConfig
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
 from sightline.families.device_copy import copy_to_device
+from sightline.families.experts import ExpertRouting
 from sightline.trainer.feed import ReadyMicroBatch
-from sightline.trainer.forward_pass import FrozenModel, FrozenTowerFeatures, compute_hidden
+from sightline.trainer.forward_pass import (
+    FrozenModel,
+    FrozenTowerFeatures,
+    compute_hidden,
+    use_routes,
+)
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.shard import ShardedModel, call_gathered, release_gathered
 from sightline.trainer.token_scores import score_tokens
@@ -40,6 +46,8 @@ class MicroBatchLoss:
     total: Float[Tensor, ""]
     logprobs: Float[Tensor, " tokens"]
     metrics: dict[str, Tensor]
+    routes: Int[Tensor, "kinds=2"] | None = None
+    """How many routes differ from the sampler's, and how many were compared."""
 
 
 @dataclass(kw_only=True)
@@ -64,6 +72,8 @@ class LossComputer:
     """Maps hidden states to values, as a part of the model."""
     exact: bool = False
     """Whether logprobs are bit-identical to the sampler's (`[model] exact`)."""
+    replays_routes: bool = True
+    """Whether tokens are computed by the sampler's experts (`[model] router_replay`)."""
     banned: Int[Tensor, " ids"] = field(init=False)
     """Token ids that the softmax excludes."""
 
@@ -96,6 +106,8 @@ class LossComputer:
         """Compute a micro-batch's loss: hidden states, scores, the algorithm, token weights."""
         batch = ready.batch
         hidden = self._hidden(ready)
+        routing: ExpertRouting | None = getattr(self.forward, "routing", None)
+        routes = None if routing is None else routing.count_differing()
         reference_hidden = None
         if self.reference is not None:
             with torch.no_grad():
@@ -136,7 +148,7 @@ class LossComputer:
             total = total + self.forward.logits(hidden[:0]).float().sum()
             if self.value_head is not None:
                 total = total + self.value_head(hidden[:0]).float().sum()
-        return MicroBatchLoss(total, scores.logprobs.detach(), metrics)
+        return MicroBatchLoss(total, scores.logprobs.detach(), metrics, routes)
 
     def _frozen_hidden(
         self, frozen: FrozenModel, ready: ReadyMicroBatch
@@ -144,6 +156,7 @@ class LossComputer:
         return compute_hidden(frozen.forward, ready, self.family, self.device, frozen.features)
 
     def _hidden(self, ready: ReadyMicroBatch) -> Float[Tensor, "trained hidden"]:
+        use_routes(self.forward, ready.batch, self.device, self.replays_routes)
         return compute_hidden(
             self.forward, ready, self.family, self.device, self.features, self.exact
         )

@@ -17,9 +17,10 @@ from torch import Tensor
 from sightline.compute.attention import AttentionPattern, build_attention_pattern
 from sightline.compute.attention_exact import ExactPattern
 from sightline.compute.feature_cache import FeatureCache, ItemFeatures
-from sightline.errors import FamilyError
+from sightline.errors import FamilyError, Misaligned
 from sightline.families import Family, Forward
 from sightline.families.device_copy import copy_to_device
+from sightline.families.experts import ExpertRouting
 from sightline.trainer.alignment_checks import check_features, check_patches
 from sightline.trainer.feed import ReadyMicroBatch
 from sightline.trainer.parallel_dims import ParallelDims
@@ -88,6 +89,23 @@ def encode_blank(forward: Forward, device: torch.device) -> Float[Tensor, ""]:
         raise FamilyError("images on another rank, and no vision tower here", "report this")
     patches, grid = smallest
     return forward.encode(patches.to(device), [grid]).sum()
+
+
+def use_routes(forward: Forward, batch: MicroBatch, device: torch.device, replays: bool) -> None:
+    """Replay the sampler's routes in the next pass and its backward pass, or only compare them."""
+    routing: ExpertRouting | None = getattr(forward, "routing", None)
+    routes = None if batch.routes is None else batch.routes.numpy().copy()
+    num_experts = 0 if routing is None else routing.num_experts
+    if routes is not None:
+        is_known = routes != np.iinfo(routes.dtype).max
+        if ((routes < 0) | (routes >= num_experts))[is_known].any():
+            raise Misaligned(
+                f"step {batch.step}: a token has a route to expert {routes[is_known].max()}, and "
+                f"the model has {num_experts} experts",
+                "sample and train with the same checkpoint",
+            )
+    if routing is not None:
+        routing.use(None if routes is None else copy_to_device(routes, device), replays)
 
 
 def compute_hidden(
