@@ -268,21 +268,6 @@ def test_parts_of_a_sample_keep_their_routes(
         np.testing.assert_array_equal(np.sort(single.routes.numpy()[:-1]), np.sort(wanted))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_blocks_replay_the_routes(
-    models: tuple[Path, Path], samples: list[Sample], store: MediaStore, recompute: bool
-) -> None:
-    plain = build_learner(models[0], store)
-    compiled = build_learner(
-        models[0], store, compile_backend="aot_eager", activation_checkpointing=recompute
-    )
-    batch = ready(plain, store, samples)
-    check_equal(gradients(plain, batch), gradients(compiled, batch))
-    assert plain.forward.routing is not None and compiled.forward.routing is not None
-    counted = [learner.forward.routing.count_differing() for learner in (plain, compiled)]
-    assert torch.equal(*counted)
-
-
 def test_routes_to_other_experts_are_refused(
     models: tuple[Path, Path], samples: list[Sample], store: MediaStore
 ) -> None:
