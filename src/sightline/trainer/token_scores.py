@@ -43,6 +43,11 @@ class TokenScores:
     """KL to the reference."""
     reference_logprobs: Float[Tensor, " tokens"] | None
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> TokenScores:
+        """Return `function` of the scores that exist."""
+        scores = (self.logprobs, self.entropy, self.kl, self.reference_logprobs)
+        return TokenScores(*(None if score is None else function(score) for score in scores))
+
 
 def score_tokens(
     models: tuple[Forward, Forward | None],
