@@ -45,8 +45,10 @@ class TokenScores:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TokenScores:
         """Return `function` of the scores that exist."""
-        scores = (self.logprobs, self.entropy, self.kl, self.reference_logprobs)
-        return TokenScores(*(None if score is None else function(score) for score in scores))
+        others = (self.entropy, self.kl, self.reference_logprobs)
+        return TokenScores(
+            function(self.logprobs), *(None if x is None else function(x) for x in others)
+        )
 
 
 def score_tokens(
