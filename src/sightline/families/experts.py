@@ -1,10 +1,8 @@
 """Layers with experts: their computation, and which experts compute each token.
 
-A router gives every token the K experts with the highest scores. Equal weights do not give equal
-experts: rounding in a sampler and in a trainer can choose differently, and the token's logprob then
-comes from other matrices. A sampler therefore records the experts of its tokens, the *routes*, and
-the trainer replays them. The weights of the experts still come from the trainer's own scores, so
-the router trains.
+Rounding in a sampler and in a trainer can lead to other experts, and so to other logprobs. A
+sampler therefore records its tokens' experts, the *routes*, and the trainer replays them. The
+experts' weights come from the trainer's own scores, so the router trains.
 
 Dimensions: T tokens, L layers of the text model (dense ones have zeros), K experts of a token.
 """
@@ -27,7 +25,6 @@ from sightline.errors import FamilyError, Misaligned
 Routes = Int[Tensor, "tokens layers experts"]
 Choice = Int[Tensor, "tokens experts"]
 GROUPED = "grouped_mm"
-"""transformers' name of the computation with torch's grouped matrix products."""
 
 
 def group_experts(model: nn.Module) -> None:
@@ -35,25 +32,15 @@ def group_experts(model: nn.Module) -> None:
 
     transformers falls back to a loop over the experts without an error.
     """
-    for name, module in model.named_modules():
-        if not hasattr(module, "_is_expert_parallel"):
-            continue
-        experts: Any = module
-        experts.config._experts_implementation = GROUPED
-        for part, weight in experts.named_parameters(recurse=False):
-            if weight.shape[-1] * weight.element_size() % 16 and weight.ndim == 3:
-                raise FamilyError(
-                    f"{name}.{part} has rows of {weight.shape[-1]} values, and grouped products "
-                    "need rows of a multiple of 16 bytes",
-                    "use a checkpoint whose expert sizes are multiples of 8",
-                )
+    for module in model.modules():
+        if hasattr(module, "_is_expert_parallel"):
+            cast(Any, module).config._experts_implementation = GROUPED
 
 
 def check_auxiliary_loss(config: Any) -> None:
     """Raise if the checkpoint asks for a load-balancing loss, which our trainer does not add."""
-    if getattr(config, "output_router_logits", False) and (
-        coefficient := getattr(config, "router_aux_loss_coef", 0.0)
-    ):
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    if getattr(config, "output_router_logits", False) and coefficient:
         raise FamilyError(
             "config.json sets output_router_logits, which adds an auxiliary loss with "
             f"router_aux_loss_coef = {coefficient}. Sightline trains without it",
@@ -66,13 +53,10 @@ class ExpertRouting:
 
     def __init__(self, layers: list[Any]) -> None:
         routers = {i: r for i, layer in enumerate(layers) if (r := _find_router(layer)) is not None}
-        if len({(router.num_experts, router.top_k) for router in routers.values()}) != 1:
-            raise FamilyError("the layers have different experts", "use another checkpoint")
         first = next(iter(routers.values()))
         self.num_layers, self.num_experts, self.top_k = len(layers), first.num_experts, first.top_k
         self.dtype = torch.uint8 if self.num_experts < 256 else torch.int16
         self.no_route = torch.iinfo(self.dtype).max
-        """Fills the rows of tokens whose route is unknown."""
         self._recorded: dict[int, Choice] = {}
         self._given: Routes | None = None
         self._replays = False
@@ -110,8 +94,7 @@ class ExpertRouting:
         self._recorded[layer] = own.detach().to(self.dtype)
         if self._given is None or not self._replays:
             return own
-        given = self._given[:, layer]
-        if given.shape != own.shape:
+        if (given := self._given[:, layer]).shape != own.shape:
             raise Misaligned(
                 f"routes of {len(given)} tokens for {len(own)} tokens", "report this with the batch"
             )
@@ -119,8 +102,7 @@ class ExpertRouting:
 
     def get_routes(self) -> Routes:
         """Return the routers' own choices in the last forward pass."""
-        first = next(iter(self._recorded.values()))
-        zeros = torch.zeros_like(first)
+        zeros = torch.zeros_like(next(iter(self._recorded.values())))
         return torch.stack([self._recorded.get(i, zeros) for i in range(self.num_layers)], dim=1)
 
     def count_differing(self) -> Int[Tensor, "kinds=2"] | None:
@@ -155,10 +137,8 @@ def _(own: Tensor, layer: Tensor, key: int) -> Tensor:
 
 @cache
 def _build_replaying(router_type: Any) -> type[nn.Module]:
-    """Return the subclass of a router that asks its `ExpertRouting` for the experts.
-
-    One class for all layers, because a compiler shares graphs between modules of one class.
-    """
+    """Return the subclass of a router that asks its `ExpertRouting` for the experts. All layers have
+    one class, so that a compiler shares their graphs."""
 
     def forward(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, own = router_type.forward(self, hidden)
@@ -174,10 +154,7 @@ def _build_replaying(router_type: Any) -> type[nn.Module]:
 
 
 def weigh(router: Any, logits: Float[Tensor, "tokens all"], chosen: Choice) -> Tensor:
-    """Return the weights of the chosen experts, as the router computes those of its own choice.
-
-    A router with a correction bias uses the bias for its choice only.
-    """
+    """Return the chosen experts' weights. A router's correction bias affects its choice only."""
     if hasattr(router, "e_score_correction_bias"):
         weights = logits.sigmoid().gather(1, chosen)
         if router.norm_topk_prob:

@@ -77,8 +77,7 @@ class _MicroBatchBuilder:
         self.items: list[PackedItem] = []
         self.slots: list[Slot[int]] = []
         self.origins: list[TokenOrigin] = []
-        self.paths: list[np.ndarray] = []
-        """The places of each row's tokens."""
+        self.paths: list[np.ndarray] = []  # the places of each row's tokens
 
     def add(self, row: PackRow) -> None:
         sample, shared = row.sample, row.shared

@@ -54,7 +54,6 @@ class RolloutChat(ModelChat):
     client: GenerateClient | RoutedClient
     modality: str
     asks_for_routes: bool = False
-    """Whether the servers report the experts of each token."""
     max_model_len: int = 0
     """Maximum length of prompt and answer; 0 if unknown."""
     leaf: int = ROOT

@@ -88,7 +88,6 @@ class PolicyChats(ChatSource):
     """Template for the client of each server."""
     modality: str
     asks_for_routes: bool = False
-    """Whether the servers report the experts of each token."""
     servers: tuple[str, ...] = ()
     """Addresses of all servers. Empty to use only the server of `client`."""
     max_model_len: int = 0

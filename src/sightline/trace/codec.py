@@ -67,8 +67,6 @@ def encode_traces(traces: Iterable[Trace]) -> bytes:
 
 
 def _without_routes(trace: Trace) -> Trace:
-    if all(node.routes is None for node in trace.nodes):
-        return trace
     nodes = [msgspec.structs.replace(node, routes=None) for node in trace.nodes]
     return msgspec.structs.replace(trace, nodes=nodes)
 

@@ -23,7 +23,6 @@ from sightline.config import TrainerConfig
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
 from sightline.families.device_copy import copy_to_device
-from sightline.families.experts import ExpertRouting
 from sightline.trainer.feed import ReadyMicroBatch
 from sightline.trainer.forward_pass import (
     ContextShare,
@@ -48,7 +47,7 @@ class MicroBatchLoss:
     logprobs: Float[Tensor, " tokens"]
     metrics: dict[str, Tensor]
     routes: Int[Tensor, "kinds=2"] | None = None
-    """How many routes differ from the sampler's, and how many were compared."""
+    """The numbers of differing and compared routes."""
 
 
 @dataclass(kw_only=True)
@@ -110,7 +109,7 @@ class LossComputer:
         """Compute a micro-batch's loss: hidden states, scores, the algorithm, token weights."""
         batch, share = ready.batch, self._share(ready)
         hidden = self._hidden(ready, share)
-        routing: ExpertRouting | None = getattr(self.forward, "routing", None)
+        routing = getattr(self.forward, "routing", None)
         routes = None if routing is None else routing.count_differing()
         reference_hidden = None
         if self.reference is not None:

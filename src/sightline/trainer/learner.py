@@ -318,7 +318,7 @@ class Learner(LossComputer):
     ) -> dict[str, float | None]:
         fresh, older = sums["fresh_tokens"], sums["older_tokens"]
         groups = self.optimizer.param_groups  # two for text, and two for a trained vision tower
-        num = max(sums["loss_tokens"], 1.0)
+        num, routes = max(sums["loss_tokens"], 1.0), sums["routes"]
         return {
             "loss": sums["loss"] / max(num_updates, 1),
             **{
@@ -329,10 +329,7 @@ class Learner(LossComputer):
             # Null, not 0, if the trainer's current version sampled no token.
             "mismatch_kl": sums["fresh_kl"] / fresh if fresh else None,
             "fresh_tokens": fresh,
-            # Null without routes from the sampler.
-            "differing_routes_fraction": (
-                sums["differing_routes"] / sums["routes"] if sums["routes"] else None
-            ),
+            "differing_routes_fraction": sums["differing_routes"] / routes if routes else None,
             "lag_kl": sums["older_kl"] / older if older else None,
             "lr": self.config.lr * lr_scale(self.config, ready.step, self.steps),
             "vision_lr": groups[2]["lr"] if len(groups) > 2 else None,

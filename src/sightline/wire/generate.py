@@ -278,13 +278,12 @@ def _find_wrong_versions(choice: Choice) -> str:
 
 
 def _find_wrong_routes(request: GenerateRequest, choice: Choice) -> str:
-    first = request.sampling_params.routes_from
-    if choice.routes is None or first is None:
-        return "" if choice.routes is None else "routes that were not asked for"
-    wanted = len(request.token_ids) + len(choice.token_ids) - 1 - first
-    if len(choice.routes.shape) == 3 and len(choice.routes) == wanted:
+    if (routes := choice.routes) is None:
         return ""
-    return f"routes of shape {choice.routes.shape} for {wanted} tokens"
+    first, num_tokens = request.sampling_params.routes_from, len(request.token_ids)
+    wanted = 0 if first is None else num_tokens + len(choice.token_ids) - 1 - first
+    is_right = len(routes.shape) == 3 and len(routes) == wanted
+    return "" if is_right else f"routes of shape {routes.shape} for {wanted} tokens"
 
 
 def _wrong_answer(request_id: str, what: str) -> EngineError:

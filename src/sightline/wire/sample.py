@@ -51,8 +51,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The reward of every turn of the rollout; None if the environment gives none."""
     temperature: float = 1.0
     routes: Array | None = None
-    """(tokens, layers, experts per token): the sampler's experts of each token. The maximum of the
-    dtype where they are unknown, as for the last token. None if no engine reported any."""
+    """(tokens, layers, experts per token): the sampler's experts of each token, or the dtype's
+    maximum where they are unknown, as for the last token."""
     schema: int = SAMPLE_SCHEMA
 
     def __post_init__(self) -> None:

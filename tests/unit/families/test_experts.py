@@ -115,10 +115,7 @@ def test_dense_model_has_no_routing(tiny_model: Path) -> None:
     assert load(tiny_model).routing is None
 
 
-def test_auxiliary_loss_and_unaligned_experts_are_refused(tmp_path: Path) -> None:
-    write_tiny("qwen_vl", tmp_path / "model", seed=0, type="qwen3_moe", intermediate=66)
-    with pytest.raises(FamilyError, match="need rows of a multiple of 16 bytes"):
-        load(tmp_path / "model")
+def test_auxiliary_loss_is_refused(tmp_path: Path) -> None:
     write_tiny("qwen_vl", tmp_path / "other", seed=0, type="qwen3_moe")
     path = tmp_path / "other" / "config.json"
     config = json.loads(path.read_text())

@@ -42,7 +42,7 @@ class _ShapePass:
     logits: Float[Tensor, "rows vocab"] | None = None
     """Output of the graph."""
     routes: Routes | None = None
-    """The experts of the rows, another output; None for a model without experts."""
+    """The experts of the rows, if the model has any."""
 
 
 @dataclass
