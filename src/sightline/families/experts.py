@@ -137,8 +137,8 @@ def _(own: Tensor, layer: Tensor, key: int) -> Tensor:
 
 @cache
 def _build_replaying(router_type: Any) -> type[nn.Module]:
-    """Return the subclass of a router that asks its `ExpertRouting` for the experts. All layers have
-    one class, so that a compiler shares their graphs."""
+    """Return the subclass of a router that asks its `ExpertRouting` for the experts. A
+    compiler shares graphs between modules of one class."""
 
     def forward(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, own = router_type.forward(self, hidden)
