@@ -61,7 +61,7 @@ def _lay_out_routes(samples: Sequence[Sample], builder: _MicroBatchBuilder) -> A
 
 
 class _MicroBatchBuilder:
-    """A micro-batch under construction; `_path` holds the places of the current row's tokens."""
+    """A micro-batch under construction. `_path` holds the places of the current row's tokens."""
 
     def __init__(self, family: Family, num_tokens: int) -> None:
         self._family = family
