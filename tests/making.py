@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
@@ -146,6 +147,15 @@ def _trainable(
             for s in plain.slots
         ],
     )
+
+
+def with_routes(sample: Sample, layers: int, experts: int = 4) -> Sample:
+    """Return the sample with routes to two experts of each layer, by the tokens up to each."""
+    ids = sample.token_ids.numpy().astype(np.int64)
+    draw = (np.cumsum(ids * (np.arange(len(ids)) + 1))[:, None] // (np.arange(layers) + 1)) % 97
+    routes = np.stack([draw % experts, (draw + 1) % experts], axis=-1)
+    routes[-1] = 255
+    return msgspec.structs.replace(sample, routes=Array.of(routes, "uint8"))
 
 
 def family(model: Path) -> Family:

@@ -51,6 +51,7 @@ TORCH_ADDRESSES = (
     "inference/torch_engine/*",
     "inference/vllm_plugin/*",
     "families/device_copy.py",
+    "families/experts.py",
     "families/gated_delta_net.py",
     "families/kernel_trial.py",
     "families/*/forward.py",

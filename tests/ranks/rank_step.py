@@ -1,7 +1,7 @@
 r"""One rank of a trainer that takes one step and writes what came of it.
 
 python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT \
-    [frozen|lora|lost|kept|one|with_text|probe|blind|critic|context=N]
+    [frozen|lora|lost|kept|one|with_text|probe|blind|critic|context=N|routes]
 """
 
 from __future__ import annotations
@@ -198,6 +198,10 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
         follow.report_ready()
         return read_shares(follow, pixels, family.num_axes)
     batch = Batch(1, with_loss(samples(model, store), store))
+    if "routes" in sys.argv:
+        layers = learner.forward.routing.num_layers
+        routed = [making.with_routes(sample, layers) for sample in batch.samples]
+        batch = Batch(1, routed)
     limit = PackSize(1 << 20, 1 << 20) if "one" in sys.argv else PackSize(160, 4096)
     if "with_text" in sys.argv:  # one sample with images, and one of text only
         seeing = next(sample for sample in batch.samples if sample.items)

@@ -102,6 +102,21 @@ def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
     )
 
 
+def test_replayed_routes_match_one_rank(step: Callable[..., Found]) -> None:
+    """A rank without a micro-batch has no routes, and joins the others."""
+    model = TYPES[2]
+    alone, together = step(*model, 1, "routes"), step(*model, 2, "routes")
+    free = step(*model, 1)
+    router = "model.language_model.layers.0.mlp.gate.weight"
+    assert not torch.allclose(alone.gradients[router], free.gradients[router])
+    for name, gradient in alone.gradients.items():
+        off = float((together.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
+    fraction = alone.metrics["differing_routes_fraction"]
+    assert 0 < fraction == together.metrics["differing_routes_fraction"]
+    assert free.metrics["differing_routes_fraction"] is None
+
+
 @pytest.mark.parametrize(
     ("family", "options", "size"),
     [

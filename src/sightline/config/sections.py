@@ -67,6 +67,9 @@ class ModelConfig(ConfigSection):
     exact: bool = False
     """Whether sampler and trainer compute bit-identical logprobs: in float32 on a CPU, in bfloat16
     on CUDA. The run ends if a token differs."""
+    router_replay: bool = True
+    """Whether the trainer computes each token with the experts that computed it in the sampler. If
+    not, it only counts the routes that differ."""
 
     def overrides(self) -> dict[str, int]:
         """Return the pixel limits that override the checkpoint's."""

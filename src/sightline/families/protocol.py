@@ -269,6 +269,7 @@ class Forward(Protocol):
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]: ...
 
+    # `routing` is the model's `ExpertRouting`, or None without experts. A family may lack it.
     # A family may also define `check_model(build_pattern, engine)`. It is called after weights are
     # loaded. `build_pattern` returns the attention pattern for a `subtree_end`. `engine` is an
     # `EngineTrial`, or None in a process that does not decode.

@@ -20,6 +20,7 @@ from transformers import AutoConfig, vision_utils
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import hide_pad_warning
 from sightline.families.device_copy import copy_to_device, move_to_device
+from sightline.families.experts import ExpertRouting, check_auxiliary_loss, group_experts
 from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
 from sightline.families.protocol import Grid
 from sightline.families.rope import pin_frequencies
@@ -35,6 +36,7 @@ class TextForward:
         self._text = text
         self._head: Any = model.get_output_embeddings()
         self._recurrent_window = pack_delta_nets(text)
+        self.routing = ExpertRouting.find(text)
         if hasattr(text, "_deepstack_process"):
             # Features of inner layers are passed with indices instead of a mask.
             text._deepstack_process = _add_deepstack_features
@@ -238,6 +240,8 @@ def load_model(
         )
         move_to_device(model, device)
     pin_frequencies(model)
+    check_auxiliary_loss(model.config.get_text_config())
+    group_experts(model)
     # Set after loading, because transformers treats a name with "flash" as a package.
     model.config._attn_implementation = attention
     return model

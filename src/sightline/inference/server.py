@@ -39,6 +39,7 @@ from sightline.transport.http_server import (
     json_response,
     read_bearer,
 )
+from sightline.wire.array import Array
 from sightline.wire.generate import (
     WEIGHTS_UNAVAILABLE,
     AdoptRequest,
@@ -319,7 +320,9 @@ def _build_choice(index: int, request: EngineRequest, wants_logprobs: bool) -> C
     if wants_logprobs:
         pairs = zip(request.tokens, request.logprobs, strict=True)
         logprobs = Logprobs([TokenLogprob(token, value) for token, value in pairs])
-    return Choice(index, request.tokens, request.finish_reason, logprobs, request.spans)
+    routes = request.routes
+    array = None if routes is None else Array.of(routes, str(routes.dtype))
+    return Choice(index, request.tokens, request.finish_reason, logprobs, request.spans, array)
 
 
 def _build_prompt_logprobs(request: EngineRequest) -> list[dict[int, PromptLogprob] | None] | None:

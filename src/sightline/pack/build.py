@@ -12,6 +12,7 @@ from sightline.pack.tree import PackRow, PackUnit, measure_unit
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, PackedItem, TokenOrigin
+from sightline.wire.sample import Sample
 
 
 def build_micro_batch(
@@ -41,7 +42,22 @@ def build_micro_batch(
         slots=builder.slots,
         origins=builder.origins,
         temperature=samples[0].temperature,
+        routes=_lay_out_routes(samples, builder),
     )
+
+
+def _lay_out_routes(samples: Sequence[Sample], builder: _MicroBatchBuilder) -> Array | None:
+    """Return the routes of all tokens. A shared token has those of the first sample that knows."""
+    known = next((sample.routes for sample in samples if sample.routes is not None), None)
+    if known is None:
+        return None
+    unknown = np.iinfo(known.dtype).max
+    routes = np.full((len(builder.subtree_end), *known.shape[1:]), unknown, known.dtype)
+    for sample, path in zip(samples, builder.paths, strict=True):
+        if sample.routes is not None:
+            is_new = routes[path, 0, 0] == unknown
+            routes[path[is_new]] = sample.routes.numpy()[is_new]
+    return Array.of(routes, known.dtype)
 
 
 class _MicroBatchBuilder:
@@ -61,12 +77,14 @@ class _MicroBatchBuilder:
         self.items: list[PackedItem] = []
         self.slots: list[Slot[int]] = []
         self.origins: list[TokenOrigin] = []
+        self.paths: list[np.ndarray] = []  # the places of each row's tokens
 
     def add(self, row: PackRow) -> None:
         sample, shared = row.sample, row.shared
         self.leave(shared)
         new = np.arange(self._num_tokens, self._num_tokens + len(sample.token_ids) - shared)
         self._path = np.concatenate([self._path, new])
+        self.paths.append(self._path)
         self._num_tokens += len(new)
         self.token_ids.append(sample.token_ids.numpy()[shared:])
         before = self._path[shared - 1 : -1] if shared else np.concatenate([[-1], new[:-1]])

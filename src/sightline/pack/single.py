@@ -39,6 +39,7 @@ def _take(batch: MicroBatch, path: np.ndarray) -> tuple[MicroBatch, np.ndarray]:
         name: Array.of(getattr(batch, name).numpy()[kept], getattr(batch, name).dtype)
         for name in ("logprobs", "advantages", "loss_weight", "versions")
     }
+    routes = batch.routes
     single = msgspec.structs.replace(
         batch,
         token_ids=Array.of(batch.token_ids.numpy()[path], "int32"),
@@ -47,6 +48,7 @@ def _take(batch: MicroBatch, path: np.ndarray) -> tuple[MicroBatch, np.ndarray]:
         parent=Array.of(np.arange(len(path)) - 1, "int32"),
         trained=Array.of(np.searchsorted(path, trained[kept]), "int32"),
         slots=slots,
+        routes=None if routes is None else Array.of(routes.numpy()[path], routes.dtype),
         origins=[],
         **arrays,
     )

@@ -52,7 +52,7 @@ def truncate_sample(sample: Sample, limit: int) -> Sample | str:
     used = sorted({slot.item for slot in slots})
     places = {old: new for new, old in enumerate(used)}
     of_trained = ("trained", "logprobs", "advantages", "versions")
-    lengths = {"token_ids": end, **dict.fromkeys(of_trained, num_trained)}
+    lengths = {"token_ids": end, "routes": end, **dict.fromkeys(of_trained, num_trained)}
     return msgspec.structs.replace(
         sample,
         **{

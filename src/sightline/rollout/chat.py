@@ -53,6 +53,7 @@ class RolloutChat(ModelChat):
     renderer: Renderer
     client: GenerateClient | RoutedClient
     modality: str
+    asks_for_routes: bool = False
     max_model_len: int = 0
     """Maximum length of prompt and answer; 0 if unknown."""
     leaf: int = ROOT
@@ -167,6 +168,7 @@ class RolloutChat(ModelChat):
             seed=self._next_seed(),
             stop_token_ids=self.renderer.stop_token_ids,
             n=num_answers,
+            routes_from=turn.routes_from if self.asks_for_routes else None,
         )
         if self.swapped_images:
             self._check_swapped(turn)
@@ -216,6 +218,7 @@ class RolloutChat(ModelChat):
                 finish_reason=choice.finish_reason if end is None else "stop",
                 pixel_digests=response.sightline.pixel_digests if response.sightline else None,
                 message=message,
+                routes=None if choice.routes is None else choice.routes.numpy(),
             )
             self.leaf = node.id
             self.calls.append(self.num_calls - 1)

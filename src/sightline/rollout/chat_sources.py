@@ -87,6 +87,7 @@ class PolicyChats(ChatSource):
     client: GenerateClient
     """Template for the client of each server."""
     modality: str
+    asks_for_routes: bool = False
     servers: tuple[str, ...] = ()
     """Addresses of all servers. Empty to use only the server of `client`."""
     max_model_len: int = 0
@@ -109,6 +110,7 @@ class PolicyChats(ChatSource):
             client=self.router.open_client(request.rollout_id, request.min_version, request.server),
             modality=self.modality,
             max_model_len=self.max_model_len,
+            asks_for_routes=self.asks_for_routes,
         )
 
     def serve_agent(self, chat: ModelChat) -> AbstractAsyncContextManager[None]:
@@ -153,7 +155,8 @@ def build_policy_chats(
     family = load_family(model.path, **model.overrides())
     resolver = ImageIngestor(store, media.file_roots, media.http_hosts)
     renderer = load_renderer(model.path, store, family, resolver, inference.max_model_len)
-    client = load_engine(inference.engine).build_client(
+    engine = load_engine(inference.engine)
+    client = engine.build_client(
         servers[0],
         settings=family.settings,
         token=inference.read_token() if inference.servers else own_token,
@@ -169,6 +172,7 @@ def build_policy_chats(
         renderer=renderer,
         client=client,
         modality=family.modality,
+        asks_for_routes=engine.reports_routes,
         servers=tuple(servers),
         max_model_len=inference.max_model_len,
         added_token=inference.read_token(),

@@ -41,6 +41,9 @@ class InferenceEngine(ABC):
     inexact_reason: ClassVar[str] = ""
     """Reason why the engine does not support `[model] exact = true`. Empty if it does."""
 
+    reports_routes: ClassVar[bool] = False
+    """Whether servers accept `routes_from`, and report the experts of each token."""
+
     @abstractmethod
     def serve(self, spec: Any) -> None:
         """Serve a `sightline.inference.server_spec.ServerSpec` until SIGTERM or SIGINT."""

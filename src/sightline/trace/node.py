@@ -76,6 +76,9 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """The logprob of each sampled token, as float32."""
     versions: tuple[PolicySpan, ...] = ()
     """The policy versions of the sampled tokens. Their spans cover these tokens without gaps."""
+    routes: Array | None = None
+    """The experts of the token before each token: (tokens, layers, experts per token). They led to
+    the token, as its logprob did. None if the engine does not report them."""
     slots: tuple[Slot[MediaItem], ...] = ()
     """The slots of the message's images, at offsets from the start of the node."""
     finish_reason: str = ""
@@ -96,6 +99,11 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
                 f"node {self.id}: {num_sampled} sampled tokens, finish reason "
                 f"{self.finish_reason!r}",
                 "a node has both or neither",
+            )
+        if self.routes is not None and self.routes.shape[:-2] != (num_tokens,):
+            raise Misaligned(
+                f"node {self.id}: routes of shape {self.routes.shape} for {num_tokens} tokens",
+                "drop the rollout. Its producer is broken",
             )
         check_policy_spans(self.versions, num_sampled, f"node {self.id}")
         # An image belongs to one message and is never sampled.

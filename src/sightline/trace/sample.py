@@ -81,4 +81,21 @@ def _build_sample(
         advantages=None if None in advantage_of.values() else Array.of(advantages, "float32"),
         turn_rewards=trace.per_turn,
         temperature=trace.temperature,
+        routes=_join_routes([trace.nodes[n] for n in path]),
     )
+
+
+def _join_routes(nodes: Sequence[Node]) -> Array | None:
+    """Return the routes of each token. Nodes have those that led to each token."""
+    known = next((node.routes for node in nodes if node.routes is not None), None)
+    if known is None:
+        return None
+    unknown = np.iinfo(known.dtype).max
+    rows = [
+        np.full((len(node.token_ids), *known.shape[1:]), unknown, known.dtype)
+        if node.routes is None
+        else node.routes.numpy()
+        for node in nodes
+    ]
+    routes = np.concatenate(rows)
+    return Array.of(np.concatenate([routes[1:], np.full_like(routes[:1], unknown)]), known.dtype)

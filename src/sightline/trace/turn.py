@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
+
+import numpy as np
 
 from sightline.errors import Misaligned, PixelMismatch
 from sightline.message import AssistantMessage, Message
@@ -18,7 +20,7 @@ from sightline.trace.node import (
     float32_array,
     int32_array,
 )
-from sightline.wire import Slot, Span
+from sightline.wire import Array, Slot, Span
 
 RESAMPLED = "resampled"
 """The same prompt was sampled again."""
@@ -67,6 +69,11 @@ class Turn:
         """The prompt ids that are not in the trace yet."""
         return self.prompt_ids[self._branch_point.start :]
 
+    @property
+    def routes_from(self) -> int:
+        """The first token whose routes the trace lacks. Its experts led to the first new token."""
+        return max(self._branch_point.start - 1, 0)
+
     def commit(
         self,
         completion_ids: Sequence[int],
@@ -75,19 +82,23 @@ class Turn:
         finish_reason: str,
         pixel_digests: Sequence[str | None] | None = None,
         message: AssistantMessage | None = None,
+        routes: np.ndarray | None = None,
     ) -> Node:
         """Add the new messages and the model's answer to the trace. Return the answer's node.
 
         `pixel_digests` has one entry per slot of the whole prompt. It is None if the engine does
-        not report digests. `message` is the parsed completion. Errors do not change the trace.
+        not report digests. `message` is the parsed completion. `routes` are those of the tokens
+        from `routes_from` on, at least to the one before the last. Errors do not change the trace.
         """
         completion = list(completion_ids)
+        take_routes = self._build_route_slices(len(completion), routes)
         self._check_completion(completion, logprobs, versions, finish_reason)
         digests = self._check_digests(pixel_digests)
-        parent, new = self._build_message_nodes(digests)
+        parent, new = self._build_message_nodes(digests, take_routes)
         reason = self._branch_point.refused or self._find_fork_reason(parent, resampled=not new)
 
-        header = self.prompt_ids[self._stops[-1] if self._stops else self._branch_point.start :]
+        first = self._stops[-1] if self._stops else self._branch_point.start
+        header = self.prompt_ids[first:]
         tools = json.loads(self._tools) if self._tools else None
         parsed = message if message is not None else self._renderer.parse(completion, tools)
         node = Node(
@@ -98,6 +109,7 @@ class Turn:
             sampled_start=len(header),
             logprobs=float32_array(logprobs),
             versions=tuple(versions),
+            routes=take_routes(first, len(self.prompt_ids) + len(completion)),
             finish_reason=finish_reason,
             tools=self._graph.add_toolset(self._tools),
         )
@@ -109,7 +121,28 @@ class Turn:
         self._graph.cache_path_tokens(node.id, path_tokens, replaces=self._branch_point.last_turn)
         return node
 
-    def _build_message_nodes(self, digests: list[str | None]) -> tuple[int, list[Node]]:
+    def _build_route_slices(
+        self, num_sampled: int, routes: np.ndarray | None
+    ) -> Callable[[int, int], Array | None]:
+        """Return a function that returns the routes of a node with tokens [start, stop)."""
+        if routes is None:
+            return lambda start, stop: None
+        start = self._branch_point.start
+        wanted = len(self.prompt_ids) + num_sampled - 1 - self.routes_from
+        if routes.ndim != 3 or len(routes) < wanted:
+            raise Misaligned(
+                f"turn of trace {self._graph.id}: routes of shape {routes.shape} for {wanted} "
+                f"tokens from {self.routes_from} on",
+                "the engine must report the experts of every token that it computed",
+            )
+        if start == 0:  # no token led to the first one
+            unknown = np.full_like(routes[:1], np.iinfo(routes.dtype).max)
+            routes = np.concatenate([unknown, routes])
+        return lambda at, stop: Array.of(routes[at - start : stop - start], str(routes.dtype))
+
+    def _build_message_nodes(
+        self, digests: list[str | None], take_routes: Callable[[int, int], Array | None]
+    ) -> tuple[int, list[Node]]:
         """Return the last existing node, and new nodes for the remaining messages.
 
         Another turn with the same prompt may have been committed since this one was prepared.
@@ -122,7 +155,7 @@ class Turn:
                 slot = self.slots[next_slot]
                 slots.append(Slot(slot.offset - start, slot.length, slot.item, digests[next_slot]))
                 next_slot += 1
-            ids = int32_array(self.prompt_ids[start:stop])
+            ids, routes = int32_array(self.prompt_ids[start:stop]), take_routes(start, stop)
             start = stop
             known = None if new else self._graph.find_child(parent, message, ids.data, slots)
             if known is not None:
@@ -137,6 +170,7 @@ class Turn:
                     message=message,
                     token_ids=ids,
                     sampled_start=len(ids),
+                    routes=routes,
                     slots=tuple(slots),
                 )
             )

@@ -29,6 +29,7 @@ from sightline.trainer.forward_pass import (
     FrozenModel,
     FrozenTowerFeatures,
     compute_hidden,
+    use_routes,
 )
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.shard import ShardedModel, call_gathered, release_gathered
@@ -45,6 +46,8 @@ class MicroBatchLoss:
     total: Float[Tensor, ""]
     logprobs: Float[Tensor, " tokens"]
     metrics: dict[str, Tensor]
+    routes: Int[Tensor, "kinds=2"] | None = None
+    """The numbers of differing and compared routes."""
 
 
 @dataclass(kw_only=True)
@@ -69,6 +72,8 @@ class LossComputer:
     """Maps hidden states to values, as a part of the model."""
     exact: bool = False
     """Whether logprobs are bit-identical to the sampler's (`[model] exact`)."""
+    replays_routes: bool = True
+    """Whether tokens are computed by the sampler's experts (`[model] router_replay`)."""
     banned: Int[Tensor, " ids"] = field(init=False)
     """Token ids that the softmax excludes."""
 
@@ -104,6 +109,8 @@ class LossComputer:
         """Compute a micro-batch's loss: hidden states, scores, the algorithm, token weights."""
         batch, share = ready.batch, self._share(ready)
         hidden = self._hidden(ready, share)
+        routing = getattr(self.forward, "routing", None)
+        routes = None if routing is None else routing.count_differing()
         reference_hidden = None
         if self.reference is not None:
             with torch.no_grad():
@@ -144,7 +151,7 @@ class LossComputer:
             total = total + self.forward.logits(hidden[:0]).float().sum()
             if self.value_head is not None:
                 total = total + self.value_head(hidden[:0]).float().sum()
-        return MicroBatchLoss(total, scores.logprobs.detach(), metrics)
+        return MicroBatchLoss(total, scores.logprobs.detach(), metrics, routes)
 
     def _share(self, ready: ReadyMicroBatch) -> ContextShare:
         return ContextShare(ready.batch, self.dims.context_group)
@@ -157,6 +164,7 @@ class LossComputer:
         )
 
     def _hidden(self, ready: ReadyMicroBatch, share: ContextShare) -> Float[Tensor, "own hidden"]:
+        use_routes(self.forward, ready.batch, self.device, self.replays_routes, share)
         return compute_hidden(
             self.forward, ready, self.family, self.device, self.features, self.exact, share
         )

@@ -163,6 +163,7 @@ def build_learner(
         sharded=sharded,
         features=features,
         exact=model.exact,
+        replays_routes=model.router_replay,
     )
 
 

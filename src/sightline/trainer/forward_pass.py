@@ -20,9 +20,10 @@ from sightline.compute.attention import AttentionPattern, build_attention_patter
 from sightline.compute.attention_exact import ExactPattern
 from sightline.compute.context_parallel import ContextPattern, divide, join_scores
 from sightline.compute.feature_cache import FeatureCache, ItemFeatures
-from sightline.errors import FamilyError
+from sightline.errors import FamilyError, Misaligned
 from sightline.families import Family, Forward
 from sightline.families.device_copy import copy_to_device
+from sightline.families.experts import ExpertRouting
 from sightline.trainer.alignment_checks import check_features, check_patches
 from sightline.trainer.feed import ReadyMicroBatch
 from sightline.trainer.parallel_dims import ParallelDims
@@ -140,6 +141,25 @@ class ContextShare:
             return scores
         places = copy_to_device(self.trained, scores.device)
         return join_scores(scores, places, self._num_trained, self._group)
+
+
+def use_routes(
+    forward: Forward, batch: MicroBatch, device: torch.device, replays: bool, share: ContextShare
+) -> None:
+    """Replay the sampler's routes in the next pass and its backward pass, or only compare them."""
+    routing: ExpertRouting | None = getattr(forward, "routing", None)
+    routes = None if batch.routes is None else batch.routes.numpy()[share.start : share.stop].copy()
+    num_experts = 0 if routing is None else routing.num_experts
+    if routes is not None:
+        is_known = routes != np.iinfo(routes.dtype).max
+        if ((routes < 0) | (routes >= num_experts))[is_known].any():
+            raise Misaligned(
+                f"step {batch.step}: a token has a route to expert {routes[is_known].max()}, and "
+                f"the model has {num_experts} experts",
+                "sample and train with the same checkpoint",
+            )
+    if routing is not None:
+        routing.use(None if routes is None else copy_to_device(routes, device), replays)
 
 
 def compute_hidden(

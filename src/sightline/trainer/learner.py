@@ -44,7 +44,7 @@ from sightline.trainer.step_result import (
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire.micro_batch import MicroBatch
 
-SUM_NAMES = ("all_tokens", "loss", "loss_tokens")
+SUM_NAMES = ("all_tokens", "loss", "loss_tokens", "differing_routes", "routes")
 METRIC = "algorithm "
 """Prefix of an algorithm's own metrics among the sums."""
 
@@ -291,6 +291,9 @@ class Learner(LossComputer):
         step_timer.end("backward")
         metric_sums.add("loss", total)
         metric_sums.count("loss_tokens", len(loss.logprobs))
+        if loss.routes is not None:
+            metric_sums.add("differing_routes", loss.routes[0])
+            metric_sums.add("routes", loss.routes[1])
         for name, numbers in loss.metrics.items():
             metric_sums.add(METRIC + name, numbers.detach().sum())
         return loss
@@ -309,7 +312,7 @@ class Learner(LossComputer):
     ) -> dict[str, float | None]:
         fresh, older = sums["fresh_tokens"], sums["older_tokens"]
         groups = self.optimizer.param_groups  # two for text, and two for a trained vision tower
-        num = max(sums["loss_tokens"], 1.0)
+        num, routes = max(sums["loss_tokens"], 1.0), sums["routes"]
         return {
             "loss": sums["loss"] / max(num_updates, 1),
             **{
@@ -320,6 +323,7 @@ class Learner(LossComputer):
             # Null, not 0, if the trainer's current version sampled no token.
             "mismatch_kl": sums["fresh_kl"] / fresh if fresh else None,
             "fresh_tokens": fresh,
+            "differing_routes_fraction": sums["differing_routes"] / routes if routes else None,
             "lag_kl": sums["older_kl"] / older if older else None,
             "lr": self.config.lr * lr_scale(self.config, ready.step, self.steps),
             "vision_lr": groups[2]["lr"] if len(groups) > 2 else None,

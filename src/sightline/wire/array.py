@@ -9,7 +9,7 @@ import numpy as np
 
 from sightline.errors import Misaligned
 
-DTYPES = ("uint8", "int32", "int64", "float32")
+DTYPES = ("uint8", "int16", "int32", "int64", "float32")
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

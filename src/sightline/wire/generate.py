@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from sightline.errors import EngineError, Misaligned, WireError
+from sightline.wire.array import Array
 from sightline.wire.item import MediaItem, Slot, check_slots
 from sightline.wire.weights import Manifest, parse_version_label
 
@@ -34,6 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     """0 for the logprob of each sampled token, or null for none."""
     prompt_logprobs: int | None = None
     """0 for the logprobs of the prompt's tokens, or null for none."""
+    routes_from: int | None = None
+    """The prompt's first token whose experts the answer reports, or null for none."""
     n: int = 1
     detokenize: bool = False
     skip_reading_prefix_cache: bool | None = None
@@ -150,6 +153,9 @@ class Choice(msgspec.Struct, frozen=True):
     """Why sampling ended: stop, length or abort."""
     logprobs: Logprobs | None = None
     weight_versions: list[VersionSpan] | None = None
+    routes: Array | None = None
+    """The experts of each token from `routes_from` on, but for the last one, which the engine has
+    not computed: (tokens, layers, experts per token). None for a model without experts."""
 
 
 class SightlineFields(msgspec.Struct, frozen=True):
@@ -207,6 +213,7 @@ def check_answer(
             or _find_wrong_ids(choice.token_ids, vocab_size, banned_token_ids)
             or _find_wrong_logprobs(params, choice)
             or _find_wrong_versions(choice)
+            or _find_wrong_routes(request, choice)
         )
         if problem:
             raise _wrong_answer(request.request_id, problem)
@@ -268,6 +275,15 @@ def _find_wrong_versions(choice: Choice) -> str:
             return ""
     spans = [(span.start, span.end) for span in choice.weight_versions[:8]]
     return f"weight_versions {spans} for {len(choice.token_ids)} tokens"
+
+
+def _find_wrong_routes(request: GenerateRequest, choice: Choice) -> str:
+    if (routes := choice.routes) is None:
+        return ""
+    first, num_tokens = request.sampling_params.routes_from, len(request.token_ids)
+    wanted = 0 if first is None else num_tokens + len(choice.token_ids) - 1 - first
+    is_right = len(routes.shape) == 3 and len(routes) == wanted
+    return "" if is_right else f"routes of shape {routes.shape} for {wanted} tokens"
 
 
 def _wrong_answer(request_id: str, what: str) -> EngineError:

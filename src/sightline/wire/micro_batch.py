@@ -59,12 +59,16 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Slots whose item is an index into `items`."""
     origins: list[TokenOrigin]
     temperature: float = 1.0
+    routes: Array | None = None
+    """(T, layers, experts per token): the sampler's experts of each token, as in `Sample`."""
 
     def __post_init__(self) -> None:
         num_tokens, num_trained = len(self.token_ids), len(self.trained)
         wanted = dict.fromkeys(("positions", "subtree_end", "parent"), num_tokens)
         wanted |= dict.fromkeys(("logprobs", "advantages", "loss_weight", "versions"), num_trained)
         wrong = [name for name, num in wanted.items() if getattr(self, name).shape[-1:] != (num,)]
+        if self.routes is not None and self.routes.shape[:-2] != (num_tokens,):
+            wrong.append("routes")
         if wrong:
             raise Misaligned(
                 f"micro-batch of step {self.step}: {', '.join(wrong)} do not line up with "

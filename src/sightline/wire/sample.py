@@ -13,8 +13,9 @@ from sightline.wire.array import Array
 from sightline.wire.codec import Codec, check_schema
 from sightline.wire.item import MediaItem, Slot, Span, check_slots
 
-SAMPLE_SCHEMA = 2
-"""Schema 1 had advantages in every sample, and neither turns nor rewards per turn."""
+SAMPLE_SCHEMA = 3
+"""Schema 1 had advantages in every sample, and neither turns nor rewards per turn. Schema 2 had no
+routes."""
 OLDEST_SCHEMA = 1
 
 
@@ -49,6 +50,9 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn_rewards: list[float] | None = None
     """The reward of every turn of the rollout; None if the environment gives none."""
     temperature: float = 1.0
+    routes: Array | None = None
+    """(tokens, layers, experts per token): the sampler's experts of each token, or the dtype's
+    maximum where they are unknown, as for the last token."""
     schema: int = SAMPLE_SCHEMA
 
     def __post_init__(self) -> None:
@@ -58,6 +62,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             array = getattr(self, name)
             if array is not None and len(array) != num_trained:
                 raise self._misaligned(f"{len(array)} {name} for {num_trained} trained tokens")
+        if self.routes is not None and self.routes.shape[:-2] != (num_tokens,):
+            raise self._misaligned(f"routes of shape {self.routes.shape} for {num_tokens} tokens")
         if self.advantages is not None and not np.isfinite(self.advantages.numpy()).all():
             raise self._misaligned("an advantage is not finite")
         trained = self.trained.numpy()

@@ -207,6 +207,37 @@ def test_recurrent_layers_are_excluded_from_graphs(tmp_path: Path, store: MediaS
     assert compiled[0][1] > 0
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_routes_are_replayed_in_the_graph_of_a_block(tmp_path: Path, store: MediaStore) -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    write_tiny("qwen_vl", tmp_path / "model", seed=0, type="qwen3_vl_moe", layers=3)
+    # In float32, transformers multiplies outside the graph.
+    config = making.model_config(tmp_path / "model", dtype="bfloat16")
+    learners = [
+        making.build_learner(config, making.trainer_config(**changes), store, 3)
+        for changes in ({}, {"compile_backend": "aot_eager", "activation_checkpointing": True})
+    ]
+    graphs = []
+    for step in range(1, 3):
+        batch = Batch(
+            step, [making.with_routes(s, 3) for s in trees(tmp_path / "model", store, step)]
+        )
+        fractions = []
+        for learner in learners:
+            materializer = Materializer(learner.family, store, 1 << 24)
+            preparer = BatchPreparer(MicroBatchPixels(materializer), PackSize(1 << 20, 1 << 20))
+            metrics = learner.step(preparer.prepare(batch, "")).metrics
+            fractions.append((metrics["differing_routes_fraction"], metrics["grad_norm"]))
+        assert fractions[0] == pytest.approx(fractions[1], rel=0.05)
+        graphs.append(int(metrics["compilations"] or 0))
+    assert graphs[0] == 3, "blocks of text, blocks of the tower, and the loss"
+    assert graphs[1] <= 4, graphs
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_equal_sized_images_are_also_in_the_graph(tiny_model: Path, store: MediaStore) -> None:

@@ -22,6 +22,8 @@ from sightline.rollout.engines import InferenceEngine
 
 
 class TorchInference(InferenceEngine):
+    reports_routes = True
+
     def can_adopt(self, transport: WeightTransport) -> bool:
         return True
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from sightline.compute.logprobs import Logits
 from sightline.families import Forward
 from sightline.families.device_copy import copy_to_device
+from sightline.families.experts import Routes
 from sightline.inference.torch_engine.kv_cache import BLOCK_SIZE, DecodePattern, KVCache
 from sightline.inference.torch_engine.row_table import RowTable, StepPlan
 
@@ -40,6 +41,8 @@ class _ShapePass:
     graph: torch.cuda.CUDAGraph | None = None
     logits: Float[Tensor, "rows vocab"] | None = None
     """Output of the graph."""
+    routes: Routes | None = None
+    """The experts of the rows, if the model has any."""
 
 
 @dataclass
@@ -85,11 +88,13 @@ class CudaGraphDecoder:
         inputs = copy_to_device(self._inputs(plan, num_rows, num_pages), self.device)
         shape_pass.inputs.copy_(inputs, non_blocking=True)
         if shape_pass.graph is None or shape_pass.logits is None:
-            logits = self._compute(shape_pass.inputs)
+            logits, routes = self._compute(shape_pass.inputs)
         else:
             shape_pass.graph.replay()
-            logits = shape_pass.logits
+            logits, routes = shape_pass.logits, shape_pass.routes
             self.num_replayed += 1
+        if routes is not None:  # without the idle places
+            self.kv.put_routes(plan, routes[: len(plan.rows)])
         self.num_passes += 1
         return logits[: len(plan.rows)]
 
@@ -127,21 +132,22 @@ class CudaGraphDecoder:
         self._computed.add(shape)
         return shape_pass
 
-    def _compute(self, inputs: Int32[Tensor, "rows columns"]) -> Logits:
+    def _compute(self, inputs: Int32[Tensor, "rows columns"]) -> tuple[Logits, Routes | None]:
         first_page = _FIRST_AXIS + self.rows.num_axes
         positions: Int[Tensor, "axes rows"] = inputs[:, _FIRST_AXIS:first_page].T.long()
         seq_lens = inputs[:, _SEQ_LEN].contiguous()
         pattern = DecodePattern(self.kv, inputs[:, first_page:], seq_lens)
         token_ids = self._last_tokens[inputs[:, _ROW].long()]
         hidden = self.forward.hidden(token_ids[None], positions[:, None], None, None, pattern)
-        return self.forward.logits(hidden[0])
+        routing = getattr(self.forward, "routing", None)
+        return self.forward.logits(hidden[0]), routing.get_routes() if routing else None
 
     def _capture(self, shape_pass: _ShapePass) -> None:
         """Capture a graph. The shape has run once before, so its setup is complete."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                shape_pass.logits = self._compute(shape_pass.inputs)
+                shape_pass.logits, shape_pass.routes = self._compute(shape_pass.inputs)
             shape_pass.graph = graph
         except RuntimeError as error:
             shape_pass.logits = None

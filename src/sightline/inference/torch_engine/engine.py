@@ -321,6 +321,9 @@ class TorchEngine(Engine):
         for i in np.flatnonzero(is_ended).tolist():
             reason, row = "stop" if is_stopped[i] else "length", int(rows[i])
             table.length[row] = at[i] + 1  # drop the token of a step launched since
+            first = running[row].params.routes_from
+            if first is not None and self.runner.routing is not None:
+                running[row].routes = self.runner.kv.get_routes(row, first, int(at[i]))
             self.scheduler.finish(running[row], reason, label)
 
     def _drain(self) -> None:

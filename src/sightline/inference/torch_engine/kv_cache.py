@@ -29,6 +29,7 @@ from sightline.compute.attention_exact import (
 )
 from sightline.compute.attention_shapes import Attended, Bounds, Keys, Queries, Values
 from sightline.families.device_copy import copy_to_device
+from sightline.families.experts import Routes
 from sightline.inference.torch_engine.row_table import StepPlan
 
 BlockTables = Int[Tensor, "rows row_pages"]
@@ -72,6 +73,8 @@ class KVCache:
         """Increases whenever pages move in memory."""
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._routes: dict[int, Tensor] = {}
+        """The experts of each token in all layers, in one table at 0."""
 
     @property
     def token_bytes(self) -> int:
@@ -83,7 +86,7 @@ class KVCache:
         return sum(table.nbytes for table in self._tables())
 
     def _tables(self) -> list[Tensor]:
-        return [*self._keys.values(), *self._values.values()]
+        return [*self._keys.values(), *self._values.values(), *self._routes.values()]
 
     @property
     def num_used_pages(self) -> int:
@@ -133,7 +136,7 @@ class KVCache:
         more = max(missing, min(max(have, INITIAL_PAGES), self._max_new_pages))
         more = max(missing, min(more, self.max_pages - have))
         self.generation += 1  # first, because some layers have moved if memory runs out halfway
-        for tables in (self._keys, self._values):
+        for tables in (self._keys, self._values, self._routes):
             for layer, old in tables.items():
                 tables[layer] = new = old.new_empty(have + more, *old.shape[1:])
                 new[:have] = old[:have]
@@ -179,6 +182,21 @@ class KVCache:
                 allocate = torch.zeros if self._is_cpu else torch.empty
                 tables[layer] = allocate(shape, device=self._device, dtype=self._dtype)
         return self._keys[layer], self._values[layer]
+
+    def put_routes(self, plan: StepPlan, routes: Routes) -> None:
+        """Store the experts of the plan's tokens. Rows that share a prefix share them."""
+        if not self._routes:
+            shape = (len(self._num_users), BLOCK_SIZE, *routes.shape[1:])
+            self._routes[0] = torch.zeros(shape, device=self._device, dtype=routes.dtype)
+        places = copy_to_device(self.find_places(*plan.flat()), self._device)
+        self._routes[0].flatten(0, 1).index_copy_(0, places, routes)
+
+    def get_routes(self, row: int, start: int, stop: int) -> np.ndarray:
+        """Return the experts of a row's tokens. This waits for the device."""
+        index = np.arange(start, stop)
+        places = copy_to_device(self.find_places(np.full_like(index, row), index), self._device)
+        routes: np.ndarray = self._routes[0].flatten(0, 1)[places].cpu().numpy()
+        return routes
 
     def find_places(self, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Return the positions of tokens in the flattened pages."""

@@ -21,6 +21,7 @@ from sightline.compute.fused_layers import fuse_layers
 from sightline.compute.logprobs import Hidden, Logits, Temperature, chosen_logprobs
 from sightline.families import Family, Forward
 from sightline.families.device_copy import allocate_rows, copy_to_device
+from sightline.families.experts import ExpertRouting
 from sightline.inference.torch_engine import sampling
 from sightline.inference.torch_engine.decode import CudaGraphDecoder
 from sightline.inference.torch_engine.kv_cache import KVCache
@@ -61,6 +62,7 @@ class ModelRunner:
     def __post_init__(self) -> None:
         parameter = next(self.forward.model.parameters())
         self._device = parameter.device
+        self.routing: ExpertRouting | None = getattr(self.forward, "routing", None)
         self._banned = torch.tensor(self.banned, dtype=torch.long, device=self._device)
         is_cpu = self._device.type == "cpu"
         self._picks_kernels = is_cpu and platform.machine() == "aarch64" and not self.exact
@@ -136,6 +138,8 @@ class ModelRunner:
             places,
             pattern,
         )
+        if self.routing is not None:
+            self.kv.put_routes(plan, self.routing.get_routes())
         return hidden.flatten(0, 1)
 
     def _copy(self, array: np.ndarray) -> Tensor:

@@ -250,6 +250,12 @@ class VllmEngine(Engine):
                 "sampling_params.prompt_logprobs: vLLM does not mask banned ids in prompts",
                 "leave it out, or score with the embedded engine",
             )
+        if request.params.routes_from is not None:
+            raise build_engine_error(
+                "sampling",
+                "sampling_params.routes_from: routes from vLLM are not implemented",
+                "leave it out, or use the embedded engine",
+            )
         temperature = request.params.temperature
         if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             raise build_engine_error(
