@@ -11,11 +11,6 @@ from sightline.config import TrainerConfig
 from sightline.families import Forward
 
 
-def freeze_vision(forward: Forward) -> None:
-    for _, parameter in forward.vision_parameters():
-        parameter.requires_grad_(False)
-
-
 def build_optimizer(forward: Forward, config: TrainerConfig) -> torch.optim.AdamW:
     """Build AdamW for the trained parameters. Only matrices have weight decay."""
     seen = {id(parameter) for _, parameter in forward.vision_parameters()}

@@ -1,5 +1,6 @@
 """Writes each rank's part of model and optimizer to files, and reads any rows back.
 
+Frozen parameters are not written: the run's initial checkpoint has them.
 A sharded tensor is split along its rows, and each file records which rows it holds. So a checkpoint
 can be restored on any number of ranks.
 """
@@ -156,9 +157,11 @@ def restore_model(shards: ShardReader, model: nn.Module) -> None:
         for name in shards.names(MODEL)
         if name in parameters or not is_value_head(name)  # an exported model has no value head
     }
-    check_parameters(parameters, stored)
+    # Checkpoints of earlier releases also have the frozen parameters.
+    saved = {name: p for name, p in parameters.items() if p.requires_grad or name in stored}
+    check_parameters(saved, stored)
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in saved.items():
             _fill_from_shards(parameter.detach(), shards, f"{MODEL}/{name}")
 
 
@@ -198,7 +201,8 @@ def _restore_optimizer(
 
 def _named_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
-        yield f"{MODEL}/{name}", parameter.detach()
+        if parameter.requires_grad:
+            yield f"{MODEL}/{name}", parameter.detach()
     names = {place: name for name, place in _optimizer_indices(model, optimizer).items()}
     for place, state in optimizer.state_dict()["state"].items():
         for what, value in state.items():
