@@ -49,6 +49,13 @@ class InferenceEngine(ABC):
         """Return whether this engine's servers can adopt weights from this transport."""
         return transport.has_files
 
+    def takes_adapters(self, has_plain_names: bool) -> bool:
+        """Return whether this engine's servers add LoRA adapters to the checkpoint they serve.
+
+        `has_plain_names` says whether its files have the names of transformers' parameters.
+        """
+        return False
+
     def check(self, config: RunFile, family: Family) -> None:
         """Raise if this engine cannot serve the run. Called before anything starts."""
         self.check_settings(config.inference)

@@ -16,7 +16,6 @@ from sightline.algo.algorithms import Supervised, load_algorithm
 from sightline.algo.registry import load_aggregation
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
-from sightline.compute.weight_transport import find_transport
 from sightline.config import (
     AlgorithmConfig,
     LoraConfig,
@@ -33,7 +32,6 @@ from sightline.families.device_copy import allocate_rows
 from sightline.media import MediaStore, open_store
 from sightline.pack import PackSize
 from sightline.pixels import Materializer, SharedPatches
-from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.blocks import wrap_blocks
@@ -55,7 +53,7 @@ from sightline.trainer.lora import NO_ADAPTERS, add_value_head, describe_adapter
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.optimizer import build_optimizer
 from sightline.trainer.parallel_dims import ParallelDims
-from sightline.trainer.policy import load_policy
+from sightline.trainer.policy import choose_transport, load_policy, sends_adapters
 from sightline.trainer.ranks import (
     NO_CHANNEL,
     SINGLE_RANK,
@@ -381,14 +379,14 @@ def _add_publishing(
 ) -> None:
     """Publish every version, as `rl` needs. Every rank calls it before the first step."""
     writer.learner.diagnostics_every = config.orchestrator.diagnostics_every
-    if config.lora.publish != "merged":
-        model = writer.learner.forward.model
+    transport, model = choose_transport(config), writer.learner.forward.model
+    if sends_adapters(config, transport, model):
         writer.adapter = describe_adapter(model, writer.dtype, writer.saver.base)
+    elif config.lora.wants_adapters:
+        print("publishing merged weights, see docs/lora.md", file=sys.stderr, flush=True)
     if orchestrator is None:
         return
-    run_dir, devices = writer.run_dir, (config.trainer.device, config.inference.device)
-    has_gpu = torch.cuda.is_available() and "cpu" not in devices
-    transport = find_transport(config, has_gpu, load_engine(config.inference.engine).can_adopt)
+    run_dir = writer.run_dir
     check_history(run_dir.weights, step)
     publisher = transport.open_publisher(config, run_dir)
     draft = Manifest(

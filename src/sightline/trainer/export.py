@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from sightline.compute.checkpoint_files import find_transposed, open_checkpoint
@@ -39,14 +39,18 @@ ADAPTERS = "adapter"
 """Folder for the separate adapters, inside the checkpoint that they are merged into."""
 
 
+def select_exported(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters, and the buffers of a checkpoint, such as the bias of a router."""
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return plain_parameters(model) | buffers
+
+
 def export_checkpoint(
     source: Path, target: Path, model: nn.Module, dtype: torch.dtype | None = None
 ) -> None:
     """Write the model to `target`, tensor by tensor, with the source's names and layout."""
-    # A checkpoint also holds buffers, such as the bias of a router. They do not train.
-    saved = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    weights = plain_parameters(model) | buffers
+    weights = select_exported(model)
     gather = build_merge_gather(model)
     known = open_checkpoint(source)
     if known and not weights.keys() <= known.keys():

@@ -63,6 +63,15 @@ class ShardSnapshot:
             return list(threads.map(write_part, range(len(parts)), parts))
 
 
+MOMENTS = 2
+"""AdamW's states of a parameter that have its size."""
+
+
+def select_saved(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that a checkpoint has."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
 def take_snapshot(
     model: nn.Module, optimizer: Optimizer, dims: ParallelDims, copy: bool = True
 ) -> ShardSnapshot:
@@ -200,9 +209,8 @@ def _restore_optimizer(
 
 
 def _named_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield f"{MODEL}/{name}", parameter.detach()
+    for name, parameter in select_saved(model).items():
+        yield f"{MODEL}/{name}", parameter
     names = {place: name for name, place in _optimizer_indices(model, optimizer).items()}
     for place, state in optimizer.state_dict()["state"].items():
         for what, value in state.items():

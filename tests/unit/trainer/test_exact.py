@@ -244,7 +244,7 @@ def test_models_without_exact_support_are_refused(
             {"model": {"path": "m", "exact": True, "dtype": "bfloat16"}},
             "while it gathers them",
         ),
-        ({"lora": {"rank": 4}}, "merges the adapters"),
+        ({"lora": {"rank": 4}}, "not computed in exact"),
     ],
 )
 def test_settings_incompatible_with_exact_mode_are_refused(

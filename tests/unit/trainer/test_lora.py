@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sightline.compute.lora_weights import AdapterBase
+from sightline.compute.lora_weights import AdapterBase, resolve_parameter
 from sightline.compute.model import MODEL_DTYPES, load_model
 from sightline.compute.weights import read_weights
 from sightline.config import LoraConfig, RunFile, SftFile, validate_config
@@ -176,7 +176,11 @@ def test_unmerged_publish_is_bit_identical_to_merged(
     weights = {kind: read_weights(path) for kind, (path, _) in published.items()}
     served = load_model(checkpoint, load_family(checkpoint), "cpu", dtype).model
     base = {name: parameter.detach() for name, parameter in served.named_parameters()}
-    merged, theirs = weights["merged"][1], AdapterBase(lambda: base).merge(*weights["adapter"])
+    manifest, tensors = weights["adapter"]
+    assert manifest.adapter is not None
+    AdapterBase(lambda: base).check(manifest.adapter, tensors)
+    scales, merged = manifest.adapter.scales, weights["merged"][1]
+    theirs = {name: resolve_parameter(name, base, scales, tensors) for name in base}
     assert merged.keys() == theirs.keys()
     for name, tensor in merged.items():
         assert torch.equal(theirs[name].to(tensor.dtype), tensor), name
