@@ -101,12 +101,10 @@ def _join(exact: bool, *layers: nn.Linear) -> Callable[[Tensor], Sequence[Tensor
     weight = join([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias, sizes = join(biases) if biases else None, [len(layer.weight) for layer in layers]
-
-    def compute(x: Tensor) -> Sequence[Tensor]:
-        outputs = F.linear(x, weight, bias).split(sizes, dim=-1)
-        return [add_adapter(layer, (x,), y) for layer, y in zip(layers, outputs, strict=True)]
-
-    return compute
+    return lambda x: [
+        add_adapter(layer, (x,), y)
+        for layer, y in zip(layers, F.linear(x, weight, bias).split(sizes, -1), strict=True)
+    ]
 
 
 def _build_norm(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,20 @@ from sightline.compute.tensor_file import (
     SAFETENSORS_DTYPES,
     TORCH_DTYPES,
     NamedTensors,
-    iterate_pieces,
+    resolve_dtype,
     write_tensors,
 )
+from sightline.compute.weights_digest import sum_words
 from sightline.errors import WeightsError
 from sightline.regular_file import check_file
 from sightline.wire.weights import Adapter
 
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 """Suffixes of the names of a parameter's adapter tensors."""
+
+
+LayerAdapter = tuple[Tensor, Tensor, float]
+"""A, B and s of a linear layer, in its attribute `adapter`."""
 
 
 def merge_lora(
@@ -48,24 +52,16 @@ def merge_lora(
     return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
 
 
-@dataclass
-class LayerAdapter:
-    """The adapter of a linear layer, as its attribute `adapter`."""
-
-    a: Float[Tensor, "rank in"]
-    b: Float[Tensor, "out rank"]
-    scale: float
-
-
 def add_adapter(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Return a layer's output with its adapter's, in the trainer's order of operations.
+    """Return a linear layer's output with its adapter's, as the trainer computes it.
 
     This is a forward hook. Code that does not call the layer itself calls this function.
     """
     adapter: LayerAdapter | None = getattr(layer, "adapter", None)
     if adapter is None:
         return output
-    return output + F.linear(F.linear(inputs[0], adapter.a), adapter.b) * adapter.scale
+    a, b, scale = adapter
+    return output + F.linear(F.linear(inputs[0], a), b) * scale
 
 
 def resolve_parameter(
@@ -81,12 +77,10 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
     """Return a digest of names, shapes and bits (as `dtype` if given), independent of the order."""
     digests = {}
     for name, tensor in tensors:
-        digest = hashlib.sha256(f"{name}:{tuple(tensor.shape)}:".encode())
-        for piece in iterate_pieces(tensor, dtype):
-            digest.update(piece)
-        digests[name] = digest.digest()
+        total = int(sum_words(tensor.detach().to(resolve_dtype(tensor, dtype))))
+        digests[name] = f"{name}:{tuple(tensor.shape)}:{total}"
         del tensor  # before the next one is gathered
-    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+    return hashlib.sha256("\n".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
 
 def is_base(base: NamedTensors, adapter: Adapter, trained: frozenset[str]) -> bool:
@@ -127,12 +121,12 @@ def write_merged(version: list[Path], adapter: Adapter, base: list[Path], target
     tensors = {name: tensor for path in version for name, tensor in load_file(path).items()}
     opened = [safe_open(check_file(path), "pt") for path in base]
     files = {name: file for file in opened for name in file.keys()}
-    empty, names = {}, {}
-    for name, file in files.items():
-        stored = file.get_slice(name)
-        dtype = TORCH_DTYPES[stored.get_dtype()]
-        empty[name] = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
-        names[id(empty[name])] = name
+    stored = {name: file.get_slice(name) for name, file in files.items()}
+    empty = {
+        name: torch.empty(part.get_shape(), dtype=TORCH_DTYPES[part.get_dtype()], device="meta")
+        for name, part in stored.items()
+    }
+    names = {id(tensor): name for name, tensor in empty.items()}
 
     def merge(like: Tensor) -> Tensor:
         name = names[id(like)]

@@ -50,10 +50,8 @@ class InferenceEngine(ABC):
         return transport.has_files
 
     def takes_adapters(self, has_plain_names: bool) -> bool:
-        """Return whether this engine's servers add LoRA adapters to the checkpoint they serve.
-
-        `has_plain_names` says whether its files have the names of transformers' parameters.
-        """
+        """Return whether servers apply LoRA adapters to a checkpoint, with transformers' parameter
+        names or others."""
         return False
 
     def check(self, config: RunFile, family: Family) -> None:

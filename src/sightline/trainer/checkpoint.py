@@ -91,9 +91,8 @@ def check_base(path: Path, base: str, source: str) -> None:
     expected = read_manifest(path).base
     if expected and expected != base:
         raise ResumeRefused(
-            f"{path} holds only the trained parameters, and [model] path = {source!r} has other "
-            "weights than the ones that it was trained with",
-            f"restore {source} from a copy, or start a new run",
+            f"{path} holds only the trained parameters, and {source}, [model] path, has changed",
+            "restore it from a copy, or start a new run",
         )
 
 

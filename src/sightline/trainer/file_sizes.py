@@ -17,36 +17,29 @@ from sightline.trainer.snapshot import MOMENTS, select_saved
 
 
 class FileSizes(NamedTuple):
-    """Bytes of tensors. Headers and the other files of a checkpoint are small in comparison."""
+    """Bytes of the tensors in a checkpoint of all ranks, a published version (0 without files) and
+    an exported model with its adapters. Everything else in these folders is small."""
 
     checkpoint: int
-    """A checkpoint, of all ranks together."""
     version: int
-    """A published version. 0 if the transport writes no files."""
     export: int
-    """An ordinary checkpoint, with the adapters next to it."""
 
 
 def measure_files(config: RunFile | SftFile) -> FileSizes:
     """Return the sizes of the files that the trainer will write."""
-    settings, dtype = config.model, MODEL_DTYPES[config.model.dtype]
+    settings, seed = config.model, config.run.seed
     family = load_family(settings.path, settings.exact, **settings.overrides())
-    seed = config.run.seed
     model = load_policy(settings, config.trainer, config.lora, seed, family, "meta").model
-    version = 0
+    version, dtype = 0, MODEL_DTYPES[settings.dtype]
     if isinstance(config, RunFile) and (transport := choose_transport(config)).has_files:
         sends = sends_adapters(config, transport, model)
-        published, _, kind = select_published(
-            model, describe_adapter(model, dtype, "") if sends else None, dtype
-        )
-        version = count_bytes(published, kind)
-    return FileSizes(
-        (1 + MOMENTS) * count_bytes(select_saved(model)),
-        version,
-        count_bytes(select_exported(model), dtype) + count_bytes(peft_tensors(model)),
-    )
+        adapter = describe_adapter(model, dtype, "") if sends else None
+        published, _, kind = select_published(model, adapter, dtype)
+        version = _count_bytes(published, kind)
+    checkpoint = (1 + MOMENTS) * _count_bytes(select_saved(model))
+    export = _count_bytes(select_exported(model), dtype) + _count_bytes(peft_tensors(model))
+    return FileSizes(checkpoint, version, export)
 
 
-def count_bytes(tensors: NamedTensors, dtype: torch.dtype | None = None) -> int:
-    """Return the size of tensors that are written as `dtype`, or as they are."""
+def _count_bytes(tensors: NamedTensors, dtype: torch.dtype | None = None) -> int:
     return sum(t.numel() * resolve_dtype(t, dtype).itemsize for t in tensors.values())

@@ -25,10 +25,7 @@ def load_policy(
     place: str,
     exact: tuple[str, str] | None = None,
 ) -> Forward:
-    """Load the model to the device `place`, in the precision of the trainer's weights.
-
-    Add adapters, and freeze what does not train.
-    """
+    """Load the model that trains to the device `place`. Other weights are frozen."""
     dtype = model.dtype if trainer.master_dtype == "model" else "float32"
     forward = load_model(model.path, family, place, dtype, exact)
     if lora.rank:

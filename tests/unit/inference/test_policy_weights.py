@@ -12,6 +12,7 @@ import pytest
 import torch
 from unit.trainer.test_lora import BOTH, TEXT, batch_of, describe
 
+from sightline.compute.fused_layers import _join
 from sightline.compute.model import MODEL_DTYPES, load_model
 from sightline.compute.weights import read_weights
 from sightline.config import LoraConfig
@@ -22,7 +23,7 @@ from sightline.inference.torch_engine.policy_weights import PolicyWeights
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.trainer.learner import Learner
-from sightline.wire.weights import Manifest
+from sightline.wire.weights import Adapter, Manifest
 
 Version = tuple[Manifest, dict[str, torch.Tensor]]
 
@@ -104,13 +105,28 @@ def test_versions_replace_each_other_in_any_form(
     for number, changes_operations in order:
         version = whole if number is None else versions[number]
         tensors = weights.check(version[0].adapter, version[1])
-        assert not weights.is_unchanged(sees, version[0].adapter, tensors)
+        before = weights.digest(sees)
         assert weights.adopt(version[0].adapter, tensors) == changes_operations
-        assert weights.is_unchanged(sees, version[0].adapter, tensors)
+        assert weights.digest(sees) != before
+        assert not weights.adopt(version[0].adapter, tensors), "the same version again"
         ours = read_logprobs(replace(learner, forward=served), tiny_model, store)
         wanted = logprobs[1 if number is None else number]
         assert np.array_equal(ours, wanted) == (number is not None)
         np.testing.assert_allclose(ours, wanted, atol=1e-4)
+
+
+def test_joined_layers_have_the_outputs_of_adapted_layers() -> None:
+    layers = [torch.nn.Linear(6, width, bias=False) for width in (4, 3)]
+    x, model = torch.randn(2, 5, 6), torch.nn.Sequential(*layers)
+    joined, plain = _join(False, *layers), [layer(x) for layer in layers]
+    adapter = Adapter("", "F32", {"1.weight": 0.5})
+    pair = {"1.weight.lora_A": torch.randn(2, 6), "1.weight.lora_B": torch.randn(3, 2)}
+    with torch.no_grad():
+        assert PolicyWeights(model, dict).adopt(adapter, pair)
+        adapted, ours = [layer(x) for layer in layers], joined(x)
+    assert not torch.allclose(plain[1], adapted[1], atol=1e-2)
+    for one, other in zip(adapted, ours, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_adapter_of_another_base_is_refused_and_changes_nothing(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from sightline.compute.lora_weights import (
     LayerAdapter,
     add_adapter,
     check_fits,
+    digest_tensors,
     is_base,
 )
 from sightline.compute.tensor_file import NamedTensors
@@ -66,42 +67,26 @@ class PolicyWeights:
             del self._adapters[name], self._find_layer(name).adapter
         has_changed = bool(removed)
         for name, scale in scales.items():
-            a, b = self._read_pair(name, tensors)
+            # In the model's precision, as the trainer computes.
+            a, b = (tensors[name + end].to(self._own[name], copy=True) for end in (LORA_A, LORA_B))
             old = self._adapters.get(name)
-            if old is not None and (old.scale, old.a.shape) == (scale, a.shape):
-                old.a.copy_(a)  # in place, because graphs refer to them by address
-                old.b.copy_(b)
+            if old is not None and (old[0].shape, old[2]) == (a.shape, scale):
+                old[0].copy_(a)  # in place, because graphs refer to them by address
+                old[1].copy_(b)
                 continue
             layer, has_changed = self._find_layer(name), True
             if add_adapter not in layer._forward_hooks.values():
                 layer.register_forward_hook(add_adapter)
-            layer.adapter = self._adapters[name] = LayerAdapter(a, b, scale)
+            layer.adapter = self._adapters[name] = (a, b, scale)
         return has_changed
 
-    def is_unchanged(
-        self, names: Iterable[str], adapter: Adapter | None, tensors: NamedTensors
-    ) -> bool:
-        """Return whether a checked version computes the same bits with the parameters `names`."""
-        scales: Mapping[str, float] = {} if adapter is None else adapter.scales
-        return all(
-            (name not in tensors or torch.equal(own := self._own[name], tensors[name].to(own)))
-            and self._has_same_adapter(name, scales, tensors)
-            for name in names
-        )
-
-    def _has_same_adapter(
-        self, name: str, scales: Mapping[str, float], tensors: NamedTensors
-    ) -> bool:
-        old = self._adapters.get(name)
-        if old is None or name not in scales:
-            return old is None and name not in scales
-        a, b = self._read_pair(name, tensors)
-        return old.scale == scales[name] and torch.equal(old.a, a) and torch.equal(old.b, b)
-
-    def _read_pair(self, name: str, tensors: NamedTensors) -> tuple[Tensor, Tensor]:
-        """Return a copy of A and B like their matrix, as the trainer computes with them."""
-        a, b = (tensors[name + end].to(self._own[name], copy=True) for end in (LORA_A, LORA_B))
-        return a, b
+    def digest(self, names: Iterable[str]) -> str:
+        """Return a digest of the parameters `names` and their adapters."""
+        tensors: dict[str, Tensor] = {name: self._own[name] for name in names}
+        for name in self._adapters.keys() & tensors.keys():
+            a, b, scale = self._adapters[name]
+            tensors |= {name + LORA_A: a, name + LORA_B: b * scale}
+        return digest_tensors(tensors.items())
 
     def _find_layer(self, name: str) -> Any:
         return self._model.get_submodule(name.removesuffix(".weight"))
