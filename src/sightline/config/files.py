@@ -58,11 +58,6 @@ class _TrainingFile(ConfigSection):
         reasons = {}
         if self.lora.rank:
             reasons["[lora] rank"] = "adapters are not computed in exact arithmetic"
-        if self.model.dtype != "float32" and self.trainer.master_dtype == "float32":
-            reasons['[trainer] master_dtype = "float32"'] = (
-                "the trainer rounds its weights while it gathers them. With "
-                f'dtype = "{self.model.dtype}", use master_dtype = "model"'
-            )
         return reasons
 
 

@@ -106,27 +106,23 @@ def build_learner(
     algorithm = algorithm or load_algorithm(AlgorithmConfig())
     device = pick_rank_device(trainer.device, ranks)
     dims = ParallelDims.of(ranks, trainer.context_parallel)
-    master = model.dtype if trainer.master_dtype == "model" else "float32"
-    is_mixed = master != model.dtype
     if device.type == "cpu":
-        model.check_exact_on_cpu(ranks.size)
-    if dims.is_distributed or is_mixed:
+        model.check_exact_on_cpu(dims.size)
+    if dims.is_distributed:
         dims.join(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())
-    check_context_parallel(family, model.path, ranks.size, dims.context, model.exact)
+    check_context_parallel(family, model.path, dims.context, model.exact)
     renderer = load_renderer(model.path, store, family)
     # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)
     exact = (str(device), model.dtype) if model.exact else None
-    forward = load_policy(model, trainer, lora, seed, family, place, exact)
+    forward = load_policy(model, lora, seed, family, place, exact)
     forward.model.eval()  # without dropout and router noise: logprobs must not be random
     value_head = add_value_head(forward, algorithm, device, seed)
     wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile_backend, model.exact)
     sharded = None
-    if dims.is_distributed or is_mixed:
-        compute = MODEL_DTYPES[model.dtype] if is_mixed else None
-        sharded = shard_model(forward, dims.mesh, compute=compute)
-    if sharded is not None and dims.is_distributed:
+    if dims.is_distributed:
+        sharded = shard_model(forward, dims.mesh)
         load_shards(sharded, resolve_checkpoint(model.path, True), device)
 
     def load_frozen(path: str, features: FrozenTowerFeatures | None) -> FrozenModel:

@@ -78,7 +78,7 @@ def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, targ
     check_files(checkpoint, read_manifest(checkpoint).files)
     settings = config.model
     family, dtype = load_family(settings.path, **settings.overrides()), MODEL_DTYPES[settings.dtype]
-    forward = load_policy(settings, config.trainer, config.lora, config.run.seed, family, "cpu")
+    forward = load_policy(settings, config.lora, config.run.seed, family, "cpu")
     restore_model(open_shards(checkpoint), forward.model)
     check_base(checkpoint, digest_frozen(forward.model, dtype), settings.path)
     export_checkpoint(Path(settings.path), target, forward.model, dtype)

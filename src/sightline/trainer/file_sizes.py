@@ -29,14 +29,15 @@ def measure_files(config: RunFile | SftFile) -> FileSizes:
     """Return the sizes of the files that the trainer will write."""
     settings, seed = config.model, config.run.seed
     family = load_family(settings.path, settings.exact, **settings.overrides())
-    model = load_policy(settings, config.trainer, config.lora, seed, family, "meta").model
+    model = load_policy(settings, config.lora, seed, family, "meta").model
     version, dtype = 0, MODEL_DTYPES[settings.dtype]
     if isinstance(config, RunFile) and (transport := choose_transport(config)).has_files:
         sends = sends_adapters(config, transport, model)
         adapter = describe_adapter(model, dtype, "") if sends else None
         published, _, kind = select_published(model, adapter, dtype)
         version = _count_bytes(published, kind)
-    checkpoint = (1 + MOMENTS) * _count_bytes(select_saved(model))
+    masters = torch.float32 if config.trainer.master_dtype == "float32" else None
+    checkpoint = (1 + MOMENTS) * _count_bytes(select_saved(model), masters)
     export = _count_bytes(select_exported(model), dtype) + _count_bytes(peft_tensors(model))
     return FileSizes(checkpoint, version, export)
 

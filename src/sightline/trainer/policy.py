@@ -10,7 +10,7 @@ from torch import nn
 from sightline.compute.checkpoint_files import open_checkpoint
 from sightline.compute.model import load_model
 from sightline.compute.weight_transport import WeightTransport, find_transport
-from sightline.config import LoraConfig, ModelConfig, RunFile, TrainerConfig
+from sightline.config import LoraConfig, ModelConfig, RunFile
 from sightline.families import Family, Forward
 from sightline.rollout.engines import load_engine
 from sightline.trainer.lora import add_adapters, plain_parameters
@@ -18,7 +18,6 @@ from sightline.trainer.lora import add_adapters, plain_parameters
 
 def load_policy(
     model: ModelConfig,
-    trainer: TrainerConfig,
     lora: LoraConfig,
     seed: int,
     family: Family,
@@ -26,8 +25,7 @@ def load_policy(
     exact: tuple[str, str] | None = None,
 ) -> Forward:
     """Load the model that trains to the device `place`. Other weights are frozen."""
-    dtype = model.dtype if trainer.master_dtype == "model" else "float32"
-    forward = load_model(model.path, family, place, dtype, exact)
+    forward = load_model(model.path, family, place, model.dtype, exact)
     if lora.rank:
         add_adapters(forward, lora, model.train_vision, seed)
     elif not model.train_vision:
