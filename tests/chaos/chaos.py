@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -21,14 +20,12 @@ from chaos_run import ROOT, FaultNotSurvived
 from faults import Fault, Survived, deal_faults
 from testbeds import Testbed, open_testbeds
 
-sys.path.insert(0, str(ROOT / "tests"))
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=8)
     parser.add_argument("--seed", default="0")
-    parser.add_argument("--kinds", default="", help="only these, separated by commas")
+    parser.add_argument("--kinds", default="", help="only these, as 'kill,disk full: logs'")
     parser.add_argument("--home", type=Path, default=ROOT / "build" / "chaos")
     args = parser.parse_args()
     rng = random.Random(args.seed)
@@ -84,7 +81,7 @@ def report(
     rows: dict[tuple[str, str], list[Survived]] = defaultdict(list)
     for fault, survived in done:
         rows[fault.kind, fault.what].append(survived)
-    print("\n| fault | of | times | went on | ended and resumed | longest |")
+    print("\n| fault | target | count | run continued | run ended and resumed | longest |")
     print("|---|---|---:|---:|---:|---:|")
     for (kind, what), outcomes in sorted(rows.items()):
         went_on = sum(outcome.outcome == "went on" for outcome in outcomes)

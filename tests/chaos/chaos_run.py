@@ -132,7 +132,7 @@ class ChaosRun:
         assert self.process is not None
         if self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGSTOP)  # so that it replaces nobody
-        for name in names_of(self.run):
+        for name in names_of(self.run_dir.path):
             if (pid := find_child(self.process.pid, name)) is not None:
                 os.kill(pid, signal.SIGKILL)
         self.process.kill()
@@ -142,7 +142,7 @@ class ChaosRun:
     def wait_until_gone(self) -> float:
         """Return the seconds until all processes of the run have ended."""
         began = time.monotonic()
-        while names_of(self.run):
+        while names_of(self.run_dir.path):
             self.check_patience(began, "the end of all processes")
             time.sleep(0.02)
         return time.monotonic() - began

@@ -13,7 +13,7 @@ from itertools import cycle
 from pathlib import Path
 
 from chaos_run import MAX_S, PATIENCE_S
-from testbeds import DISKS, FOLDERS, Disk, Testbed
+from testbeds import BUCKET_URL, DISKS, FOLDERS, Testbed
 
 WENT_ON, RESUMED = "went on", "ended and resumed"
 RANKS = ("trainer", "trainer-1")
@@ -149,32 +149,11 @@ def spoil_folder(folder: str, how: str, *words: str) -> Callable[[Testbed], Surv
     """A folder of the run is on a disk of its own, which gets full or becomes read-only."""
 
     def happen(testbed: Testbed) -> Survived:
-        run, path = testbed.run, testbed.run.run_dir.path / folder
-        run.wait(lambda: path.is_dir() and any(path.iterdir()), f"there is {folder}")
-        run.stop()
-        disk = Disk(path)
-        move(path, disk.mount)
-        testbed.stack.callback(disk.unmount)
-        run.ensure_running()
-        with getattr(disk, how)():
+        with getattr(testbed.folder_disks[folder], how)():
             survived = end_with(testbed, *words)
-        run.ensure_running()  # on the same disk, when the fault is over
-        run.stop()
-        move(path, disk.unmount)
         return resume(testbed, survived.seconds, survived.detail)
 
     return happen
-
-
-def move(path: Path, change: Callable[[], None]) -> None:
-    """Moves what is in a folder to the disk that `change` puts there."""
-    copy = path.with_name(f".{path.name}.copy")
-    shutil.copytree(path, copy, ignore=shutil.ignore_patterns("lost+found"))
-    for child in path.iterdir():  # or they would be there again after the disk
-        shutil.rmtree(child) if child.is_dir() else child.unlink()
-    change()
-    shutil.copytree(copy, path, dirs_exist_ok=True)
-    shutil.rmtree(copy)
 
 
 def forbid_writing(folder: str) -> Callable[[Testbed], Survived]:
@@ -296,6 +275,13 @@ def disturb(how: str) -> Callable[[Testbed], Survived]:
     return happen
 
 
+def take_down_store(testbed: Testbed) -> Survived:
+    """No request to the object store is answered for longer than it is retried."""
+    with testbed.proxy.disturbed("down"):
+        survived = end_with(testbed, BUCKET_URL)
+    return resume(testbed, survived.seconds, survived.detail)
+
+
 def answer_wrongly(how: str) -> Callable[[Testbed], Survived]:
     """Return a fault: the server answers wrongly, and the run ends before it trains on that."""
 
@@ -330,13 +316,17 @@ def list_faults() -> Iterator[Fault]:
     yield Fault("read-only", "the run's", spoil_disk("failed", "step", "Read-only"))
     for folder in DISKS:
         yield Fault("disk full", folder, spoil_folder(folder, "filled", folder))
-        if folder != "logs":  # its files are always open
-            yield Fault("read-only", folder, spoil_folder(folder, "read_only", folder))
+        # An administrator cannot make logs read-only, since its files are always open.
+        how = "failed" if folder == "logs" else "read_only"
+        yield Fault("read-only", folder, spoil_folder(folder, how, folder))
     for folder in FOLDERS:
         yield Fault("no permission", folder, forbid_writing(folder))
     for name, pattern in FILES.items():
         for how in ("flipped bit", "torn", "deleted"):
             yield Fault(how, name, damage(pattern, how))
+    for how in ("slow answers", "cut", "refusals", "stale lists"):
+        yield Fault("object store", how, disturb(how), testbed="object store")
+    yield Fault("object store", "down", take_down_store, testbed="object store")
     for offset in ("+2h", "-2h"):
         yield Fault("clock", offset, step_clock(offset), testbed="clock")
     for how in ("cut", "slow answers", "refusals"):
@@ -354,7 +344,8 @@ def deal_faults(
     """Return `num` faults, taking the kinds in turn, so that even a few cover many kinds."""
     decks: dict[str, list[Fault]] = {}
     for fault in list_faults():
-        if fault.kind not in missing and (not kinds or fault.kind in kinds):
+        names = {fault.kind, f"{fault.kind}: {fault.what}"}
+        if fault.kind not in missing and (not kinds or names & kinds):
             decks.setdefault(fault.kind, []).append(fault)
     order = sorted(decks)
     rng.shuffle(order)

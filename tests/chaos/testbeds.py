@@ -13,10 +13,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
-from chaos_run import PATIENCE_S, ChaosRun
+from chaos_run import PATIENCE_S, ROOT, ChaosRun
 from proxy import Proxy
+
+sys.path.insert(0, str(ROOT / "tests"))
+from store_kinds import s3_server
 
 DISK_BYTES = 4 << 30
 """More than the run's disk reserve. The image file is sparse."""
@@ -28,13 +32,14 @@ FOLDERS = ("traces", "batches", "weights", "checkpoints")
 ON_DISKS = ("disk full", "no permission", "no inodes", "read-only")
 DISKS = (*FOLDERS, "scores", "media", "logs")
 """Folders that get a disk of their own, which then is full or read-only."""
+BUCKET_URL = "s3://images/chaos"
 
 
 class Disk:
     """A separate file system, which can get full and whose folders can be locked."""
 
-    def __init__(self, home: Path) -> None:
-        self.home, self.image = home, home.with_name(f".{home.name}.img")
+    def __init__(self, home: Path, image: Path) -> None:
+        self.home, self.image = home, image
 
     def mount(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
@@ -119,6 +124,23 @@ class Testbed:
     stack: ExitStack
     clock: Path | None = None
 
+    @cached_property
+    def folder_disks(self) -> dict[str, Disk]:
+        """Each of `DISKS` moves to a disk of its own, and stays there."""
+        run, disks = self.run, dict[str, Disk]()
+        paths = [run.run_dir.path / folder for folder in DISKS]
+        run.wait(lambda: all(any(path.glob("*")) for path in paths), "there is a file in each")
+        run.stop()
+        for path in paths:
+            disks[path.name] = disk = Disk(path, self.disk.image.with_name(f".{path.name}.img"))
+            copy = path.rename(path.with_name(f".{path.name}.copy"))
+            disk.mount()
+            self.stack.callback(disk.unmount)
+            shutil.copytree(copy, path, dirs_exist_ok=True)
+            shutil.rmtree(copy)
+        run.ensure_running()
+        return disks
+
     def set_clock(self, offset: str) -> None:
         assert self.clock is not None
         self.clock.write_text(offset)
@@ -143,10 +165,12 @@ class Testbeds:
             self.missing |= dict.fromkeys(ON_DISKS, reason)
         if find_libfaketime() is None:
             self.missing["clock"] = "needs libfaketime"
+        if find_spec("moto") is None or find_spec("obstore") is None:
+            self.missing["object store"] = "needs moto and obstore"
 
     def open(self, name: str) -> Testbed:
         home = self.home / name
-        run, disk = ChaosRun(home, self.rng), Disk(home)
+        run, disk = ChaosRun(home, self.rng), Disk(home, home.with_name(f".{name}.img"))
         if name == "compared":  # a run whose results depend on nothing but its seed
             run.ranks, run.overrides = 1, ("model.exact=true", "orchestrator.max_lag=0")
         self.stack.callback(_end, run)
@@ -165,6 +189,11 @@ class Testbeds:
                 "FAKETIME_DONT_FAKE_MONOTONIC": "1",
                 "NO_FAKE_STAT": "1",
             }
+        if name == "object store":
+            endpoint = self.stack.enter_context(s3_server())
+            testbed.proxy = self.stack.enter_context(Proxy(endpoint, "/"))
+            run.variables["AWS_ENDPOINT_URL"] = testbed.proxy.url
+            run.overrides = (f"media.root={BUCKET_URL}",)
         if name == "proxy":
             server = self.stack.enter_context(_serve(run))
             testbed.proxy = self.stack.enter_context(Proxy(server))

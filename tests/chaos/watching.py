@@ -29,10 +29,10 @@ def find_child(parent: int, name: str) -> int | None:
     return None
 
 
-def names_of(run: str) -> list[str]:
-    """Processes that work for the run directory whose path ends with `run`."""
+def names_of(run: Path) -> list[str]:
+    """Return the processes that work for the run directory `run`."""
     return [
         words[words.index("process") + 1]
         for _, _, words in processes()
-        if "process" in words and any(word.endswith(f"/{run}") for word in words)
+        if "process" in words and str(run) in words
     ]

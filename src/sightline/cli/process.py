@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
         _run_process(args, run_dir)
     except Exception as error:  # the launcher reports it as the cause
         if isinstance(error, OSError) and error.errno in FULL_DISK_CODES:
-            error = build_disk_full(Path(error.filename or run_dir.path), error)
+            # An error without a file is one of `print`: all other writers name theirs.
+            path = error.filename or run_dir.logs / f"{args.name}.log"
+            error = build_disk_full(Path(path), error)
         report = {"problem": clean_text(f"{type(error).__name__}: {error}")}
         report["fix"] = f"see {run_dir.logs / args.name}.log"
         if isinstance(error, SightlineError):

@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
 
 from sightline.config import RunFile
-from sightline.errors import ConfigError, ProcessFailed
+from sightline.errors import ConfigError, DiskFull, ProcessFailed
 from sightline.launch.claim import read_secret
 from sightline.launch.process_spec import ProcessSpec
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
@@ -32,7 +31,7 @@ from sightline.run.machine import build_environ
 from sightline.run.rights import derive_rights
 from sightline.run.run_dir import show_path
 from sightline.transport.listen import bind_socket
-from sightline.wire.file import build_disk_full
+from sightline.wire.file import check_writable
 from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
 POLL_S = 0.2
@@ -210,11 +209,9 @@ class Processes:
             fix = "; ".join(part for part in (error["fix"], resume) if part)
             return ProcessFailed(f"{name} {how}: {error['problem']}", fix)
         try:
-            with TemporaryFile(dir=self.run_dir.logs):
-                pass
-        except OSError as error:  # the process could not write why it ended
-            problem = build_disk_full(self.run_dir.logs, error)
-            return ProcessFailed(f"{name} {how}: {problem.problem}", f"{problem.fix}; {resume}")
+            check_writable(self.run_dir.logs)
+        except DiskFull as error:  # the process could not write why it ended
+            return ProcessFailed(f"{name} {how}: {error.problem}", f"{error.fix}; {resume}")
         line = _find_last_line(log)
         last = f". The last line of its log: {line}" if line and exit_code > 0 else ""
         fix = ", ".join(part for part in (f"see {log}", resume) if part)
@@ -305,8 +302,8 @@ def read_address(server: subprocess.Popen[str], model: Path) -> str:
     listening = next((line for line in server.stdout if line.startswith("serving ")), "")
     if not listening:
         raise ProcessFailed(
-            f"{model} cannot be served; the error above says why",
-            "fix what it names; `sightline serve` repeats it",
+            f"{model} cannot be served. The error above says why",
+            f"fix that error. `sightline serve {model}` shows it again",
         )
     return listening.split()[-1]
 

@@ -30,7 +30,7 @@ from sightline.run import EventLog, RunDir
 from sightline.run.rights import derive_control_token
 from sightline.run.server_changes import REMOVE, list_wanted
 from sightline.wire.control import BatchReady
-from sightline.wire.file import check_disk_room
+from sightline.wire.file import check_disk_room, check_writable
 
 
 def open_best_checkpoint(
@@ -116,6 +116,9 @@ def build(
     def check_room() -> None:
         store.check_room()
         check_disk_room(run_dir.path)
+        for folder in (run_dir.logs, store.root):  # heartbeats and images
+            if isinstance(folder, Path) and folder.is_dir():
+                check_writable(folder)
 
     return Orchestrator(
         rollouts=rollouts,

@@ -58,7 +58,7 @@ class Orchestrator:
     announce: Callable[[BatchReady], Awaitable[None]]
     """Sends a batch to the trainer."""
     check_room: Callable[[], None]
-    """Raises when the media store or the disk is full. Called before each step."""
+    """Raises when the media store or the disk is full or read-only. Called before each step."""
     settings: OrchestratorConfig
     max_bad_fraction: float
     """Maximum fraction of a step's rollouts that may fail because of bad media."""
@@ -92,7 +92,8 @@ class Orchestrator:
                 return step - 1
             self._check_bad_media(collection)
             ready = self.run_state.write_step(
-                Batch(step, collection.samples),
+                # The order of arrival depends on timing, and a sum's bits on the order.
+                Batch(step, sorted(collection.samples, key=lambda sample: sample.trace_id)),
                 collection.traces,
                 collection.ids_by_verdict,
                 self.rollouts.next_group,
@@ -132,6 +133,8 @@ class Orchestrator:
                 # No group is fresh before the engines hold the version that this step trains.
                 await self.policy.wait_for_version(step - 1)
             group = await self._wait_for_group(step, collection)
+            if any(trace.error for trace in group.traces):
+                self.check_room()  # a resumed run plays groups again that a full disk broke
             verdict = self.judge.judge(group.traces, step)
             self.observer.on_group(step, verdict)
             collection.add(group, verdict, max_resampled)

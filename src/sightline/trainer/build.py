@@ -231,7 +231,7 @@ def build_pixels(learner: Learner, store: MediaStore) -> MicroBatchPixels:
 def build_conversations(
     config: SftFile, learner: Learner, pixels: MicroBatchPixels, **options: Any
 ) -> ConversationBatches:
-    """Build the batches of supervised training; `options` are fields of `ConversationBatches`."""
+    """Build the batches of supervised training. `options` are fields of `ConversationBatches`."""
     store = pixels.materializer.store
     renderer = load_renderer(config.model.path, store, learner.family)
     preparer = build_preparer(config.media, learner, pixels, sampled=False)

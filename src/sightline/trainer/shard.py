@@ -35,7 +35,7 @@ class ShardedModel(nn.Module):
 
 
 def call_gathered(sharded: ShardedModel | None, function: Callable[[], T]) -> T:
-    """Call `function` with the parameters of `sharded` gathered; None is an unsharded model.
+    """Call `function` with the parameters of `sharded` gathered. None is an unsharded model.
 
     The function takes no arguments, because FSDP on a GPU would pass copies of them.
     """

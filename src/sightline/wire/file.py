@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TypeVar, cast
 
 import msgspec
@@ -64,6 +65,15 @@ def check_disk_room(path: Path, reserve_bytes: int = DEFAULT_RESERVE_BYTES) -> N
             f"the disk under {path} has {free}, and {reserve_bytes} bytes are kept in reserve",
             DISK_FULL_FIX,
         )
+
+
+def check_writable(folder: Path) -> None:
+    """Raise `DiskFull` if a file with a byte cannot be written in `folder`."""
+    try:
+        with TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise build_disk_full(folder, error) from error
 
 
 def add_checksum(data: bytes) -> bytes:

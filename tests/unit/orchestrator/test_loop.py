@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from sightline.algo.algorithms import GRPO
 from sightline.algo.verdicts import GroupJudge, GroupVerdict
 from sightline.config.sections import AlgorithmConfig, OrchestratorConfig
-from sightline.errors import MediaError, NoTrainableSamples
+from sightline.errors import DiskFull, MediaError, NoTrainableSamples
 from sightline.media.stored_file import open_blobs
 from sightline.message import assistant, user
 from sightline.orchestrator.evaluator import STEPS_BETWEEN, Evaluator, RewardGoal
@@ -47,6 +48,8 @@ class World:
         self.error = self.error_kind = self.limit = ""
         self.always_version: int | None = None
         self.goal: RewardGoal | None = None
+        self.check_room: Callable[[], None] = lambda: None
+        self.slow_group = ""
         self.run_state = RunState.open(run_dir)
         events = EventLog(run_dir.metrics, "orchestrator")
         self.policy = PolicyUpdater(
@@ -71,7 +74,7 @@ class World:
             background_evaluator=None,
             goal=self.goal,
             announce=self.announce,
-            check_room=lambda: None,
+            check_room=lambda: self.check_room(),
             settings=OrchestratorConfig(
                 groups_per_step=3,
                 max_lag=self.max_lag,
@@ -93,7 +96,8 @@ class World:
         def answer() -> None:
             self.rollouts.on_result(self.build_result(message, version))
 
-        asyncio.get_running_loop().call_later(0.001, answer)
+        delay = 0.001 + 0.05 * (message.group_id == self.slow_group)
+        asyncio.get_running_loop().call_later(delay, answer)
 
     def build_result(self, play: RolloutRequest, version: int) -> RolloutResult:
         nodes = [
@@ -168,6 +172,19 @@ def test_no_rollout_is_wasted_without_lag(run_dir: RunDir) -> None:
     assert set(world.run_state.verdicts) <= {"train"}
 
 
+def test_a_batch_does_not_depend_on_the_order_of_arrival(tmp_path: Path) -> None:
+    batches = []
+    for slow_group in ("g0", "g2"):
+        run_dir = RunDir(tmp_path / slow_group)
+        run_dir.make()
+        world = World(run_dir, max_lag=0)
+        world.slow_group = slow_group
+        play(world, range(1, 2))
+        assert world.run_state.progress.step == 1 and len(world.played) == 6
+        batches.append(run_dir.batch(1).read_bytes())
+    assert batches[0] == batches[1]
+
+
 def test_rollouts_too_late_to_train_are_not_played(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=2, train_after=5)
     play(world, range(1, 6), last_step=5)
@@ -219,6 +236,25 @@ def test_broken_groups_end_the_run_with_the_last_error(run_dir: RunDir) -> None:
     world.error = "boom: no such level"
     with pytest.raises(NoTrainableSamples, match="6 groups in a row were dropped.*no such level"):
         play(world, range(1, 3))
+
+
+def test_groups_that_a_full_disk_broke_are_played_again(run_dir: RunDir) -> None:
+    """A worker cannot store an image. The group is no fault of its environment."""
+    world = World(run_dir, max_lag=0)
+    world.error = "no space left"
+
+    def check_room() -> None:
+        if world.played:
+            raise DiskFull("the disk is full", "free space")
+
+    world.check_room = check_room
+    with pytest.raises(DiskFull):
+        play(world, range(1, 3))
+    again = World(run_dir, max_lag=0)
+    play(again, range(1, 2))
+    assert {request.group_id for request in world.played} == {
+        request.group_id for request in again.played
+    }
 
 
 def test_diagnostics_wait_for_a_fresh_group_is_bounded(run_dir: RunDir) -> None:

@@ -16,9 +16,11 @@ import torch
 
 from sightline.compute.weights import write_weights
 from sightline.config import RunFile
+from sightline.config.load import dump_checked_toml
 from sightline.errors import DiskFull, StoreFull
 from sightline.launch.checks.machine import SPARE_BYTES
 from sightline.launch.checks.run_files import check_run_disk
+from sightline.launch.claim import make_secret
 from sightline.launch.processes import Processes
 from sightline.media import MediaStore
 from sightline.media.files import measure_free_space
@@ -157,6 +159,46 @@ def test_disk_space_is_checked_before_every_step(small_disk: Path, tmp_path: Pat
     for check in (built.check_room, sft.check):
         with pytest.raises(DiskFull, match=f"the disk under {run_dir.path} has"):
             check()
+
+
+@pytest.mark.parametrize("folder", ["logs", "media"])
+def test_read_only_disk_of_a_folder_ends_the_run_before_its_next_step(
+    disk_of_80_files: Path, tmp_path: Path, folder: str
+) -> None:
+    """Otherwise a worker without a heartbeat would be killed, and rollouts would break."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.make()
+    path = run_dir.path / folder
+    shutil.rmtree(path, ignore_errors=True)
+    path.symlink_to(disk_of_80_files)
+    config = RunFile.model_validate({"model": {"path": "m"}, "env": {"name": "color_codeword"}})
+    nobody: Any = None
+    events = EventLog(run_dir.metrics, "test")
+    check_room = build(
+        config, run_dir, MediaStore(run_dir.media), RunState.open(run_dir), events, nobody,
+        nobody, ["w"], ServerPool(run_dir.read_id(), events, []), None,
+    ).check_room  # fmt: skip
+    check_room()
+    subprocess.run(["mount", "-o", "remount,ro", str(disk_of_80_files)], check=True)
+    with pytest.raises(DiskFull, match=f"cannot write .*{folder}: Read-only") as caught:
+        check_room()
+    assert "make the disk writable, then resume" in caught.value.fix
+
+
+def test_process_that_cannot_print_names_its_log(tiny_model: Path, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.make()
+    make_secret(run_dir)
+    config = RunFile.model_validate(
+        {"model": {"path": str(tiny_model)}, "env": {"name": "color_codeword"}}
+    )
+    run_dir.config.write_text(dump_checked_toml(config))
+    words = ["process", "server", str(tmp_path), "--server", "http://127.0.0.1:0"]
+    with open("/dev/full", "wb") as log:
+        command = [sys.executable, "-m", "sightline", *words]
+        assert subprocess.run(command, stdout=log, stderr=log).returncode == 1
+    error = Processes(run_dir).explain_exit("server", 1)
+    assert f"cannot write {run_dir.logs / 'server.log'}: No space left" in error.problem
 
 
 def test_file_size_limit_is_an_error_with_a_path(tmp_path: Path) -> None:
