@@ -201,7 +201,7 @@ def trainer_logprobs(
     logits = forward.logits(hidden[len(rendered.token_ids) - 1 : -1])
     logits[:, list(learner.pad_ids)] = float("-inf")
     logs = torch.log_softmax(logits, -1).gather(1, torch.tensor(list(completion))[:, None])[:, 0]
-    logprobs: np.ndarray = logs.numpy()
+    logprobs: np.ndarray = logs.float().numpy()
     return logprobs
 
 

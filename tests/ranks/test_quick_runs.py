@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from loop.jobs import Job, live_processes
+from safetensors.torch import load_file
 
 from sightline.view.events import by_step, read_events
 
@@ -41,7 +42,8 @@ def test_weights_shared_without_files_are_used_for_sampling(quick_home: Path, wa
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["files", "broadcast"])
 def test_unmerged_adapters_are_used_for_sampling(quick_home: Path, way: str) -> None:
-    words = ("lora.rank=2", "lora.publish=adapter", "lora.vision_targets=['*']", "trainer.lr=0.02")
+    words = ["lora.rank=2", "lora.vision_targets=['*']", "trainer.lr=0.02"]
+    words += ["eval.every=2", "eval.tasks=2"] if way == "files" else []
     lag = "orchestrator.max_lag=0"
     job = Job(quick_home, "run.toml", f"trainer.publish={way}", lag, *words)
     output = job.output(timeout_s=600)
@@ -49,6 +51,11 @@ def test_unmerged_adapters_are_used_for_sampling(quick_home: Path, way: str) -> 
     names = {path.name for path in job.run_dir.weights.rglob("*.safetensors")}
     assert names == ({"adapter.safetensors"} if way == "files" else set())
     check_mismatch(job)
+    if way == "files":
+        best = load_file(job.run_dir.checkpoints / "best" / "model.safetensors")
+        base = load_file(quick_home / "tiny" / "model.safetensors")
+        assert best.keys() == base.keys()
+        assert sum(not best[name].equal(base[name]) for name in base) > 10
 
 
 def check_mismatch(job: Job) -> None:

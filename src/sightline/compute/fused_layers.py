@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sightline.compute.attention import AttentionPattern, attend_images, attend_images_exact
+from sightline.compute.lora_weights import add_adapter
 from sightline.compute.plain_gradient import call_exact
 
 TRIAL_TOKENS = 5
@@ -100,7 +101,10 @@ def _join(exact: bool, *layers: nn.Linear) -> Callable[[Tensor], Sequence[Tensor
     weight = join([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias, sizes = join(biases) if biases else None, [len(layer.weight) for layer in layers]
-    return lambda x: F.linear(x, weight, bias).split(sizes, dim=-1)
+    return lambda x: [
+        add_adapter(layer, (x,), y)
+        for layer, y in zip(layers, F.linear(x, weight, bias).split(sizes, -1), strict=True)
+    ]
 
 
 def _build_norm(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:

@@ -3,8 +3,8 @@
     tensors of a version: W.lora_A (r, in), W.lora_B (out, r) for each adapted W,
                           and the parameters that train without adapters
 
-An engine merges each version into the checkpoint that it loaded at the start. It gets the same
-weights as if the trainer had merged them.
+The embedded engine computes W x + s B (A x), as the trainer does. vLLM merges each version into the
+checkpoint that it loaded at the start.
 """
 
 from __future__ import annotations
@@ -12,22 +12,34 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from sightline.compute.tensor_file import (
     SAFETENSORS_DTYPES,
     TORCH_DTYPES,
     NamedTensors,
-    iterate_pieces,
+    resolve_dtype,
+    write_tensors,
 )
+from sightline.compute.weights_digest import sum_words
 from sightline.errors import WeightsError
-from sightline.wire.weights import Adapter, Manifest
+from sightline.regular_file import check_file
+from sightline.wire.weights import Adapter
 
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 """Suffixes of the names of a parameter's adapter tensors."""
+
+
+LayerAdapter = tuple[Tensor, Tensor, float]
+"""A, B and s of a linear layer, in its attribute `adapter`."""
 
 
 def merge_lora(
@@ -38,6 +50,18 @@ def merge_lora(
 ) -> Float[Tensor, "out in"]:
     """Return W + s B A, computed in float32."""
     return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+
+
+def add_adapter(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Return a linear layer's output with its adapter's, as the trainer computes it.
+
+    This is a forward hook. Code that does not call the layer itself calls this function.
+    """
+    adapter: LayerAdapter | None = getattr(layer, "adapter", None)
+    if adapter is None:
+        return output
+    a, b, scale = adapter
+    return output + F.linear(F.linear(inputs[0], a), b) * scale
 
 
 def resolve_parameter(
@@ -53,29 +77,25 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
     """Return a digest of names, shapes and bits (as `dtype` if given), independent of the order."""
     digests = {}
     for name, tensor in tensors:
-        digest = hashlib.sha256(f"{name}:{tuple(tensor.shape)}:".encode())
-        for piece in iterate_pieces(tensor, dtype):
-            digest.update(piece)
-        digests[name] = digest.digest()
+        total = int(sum_words(tensor.detach().to(resolve_dtype(tensor, dtype))))
+        digests[name] = f"{name}:{tuple(tensor.shape)}:{total}"
         del tensor  # before the next one is gathered
-    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+    return hashlib.sha256("\n".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
+
+
+def is_base(base: NamedTensors, adapter: Adapter, trained: frozenset[str]) -> bool:
+    """Return whether `base` is what the adapter was made for, except for `trained` parameters."""
+    frozen = ((name, tensor) for name, tensor in base.items() if name not in trained)
+    return digest_tensors(frozen, TORCH_DTYPES[adapter.dtype]) == adapter.base
 
 
 class AdapterBase:
-    """The base checkpoint of adapters, read when the first adapter arrives."""
+    """The base checkpoint of adapters, read when it is first needed."""
 
     def __init__(self, read: Callable[[], NamedTensors]) -> None:
         self._read = read
         self._base: NamedTensors = {}
         self._verified: set[tuple[str, str, frozenset[str]]] = set()
-
-    def merge(self, manifest: Manifest, tensors: NamedTensors) -> dict[str, Tensor]:
-        """Return every parameter of a version. One without adapters is returned unchanged."""
-        adapter = manifest.adapter
-        if adapter is None:
-            return dict(tensors)
-        base = self.check(adapter, tensors)
-        return {name: resolve_parameter(name, base, adapter.scales, tensors) for name in base}
 
     def check(self, adapter: Adapter, tensors: NamedTensors) -> NamedTensors:
         """Return the base. Raise unless it is the adapter's own base and the tensors fit."""
@@ -83,8 +103,7 @@ class AdapterBase:
         check_fits(self._base, adapter, tensors)
         trained = frozenset(tensors.keys() & self._base.keys())
         if (key := (adapter.base, adapter.dtype, trained)) not in self._verified:
-            still = ((n, t) for n, t in self._base.items() if n not in trained)
-            if digest_tensors(still, TORCH_DTYPES[adapter.dtype]) != adapter.base:
+            if not is_base(self._base, adapter, trained):
                 raise WeightsError(
                     "an adapter that was made for another base than the checkpoint served here",
                     "serve the checkpoint that the trainer trains, in its [model] dtype. The "
@@ -92,6 +111,29 @@ class AdapterBase:
                 )
             self._verified.add(key)
         return self._base
+
+
+def write_merged(version: list[Path], adapter: Adapter, base: list[Path], target: Path) -> str:
+    """Merge the files of a version into those of its base, in the base's names and dtypes.
+
+    Return the digest of the file `target`. The host holds one merged tensor at a time.
+    """
+    tensors = {name: tensor for path in version for name, tensor in load_file(path).items()}
+    opened = [safe_open(check_file(path), "pt") for path in base]
+    files = {name: file for file in opened for name in file.keys()}
+    stored = {name: file.get_slice(name) for name, file in files.items()}
+    empty = {
+        name: torch.empty(part.get_shape(), dtype=TORCH_DTYPES[part.get_dtype()], device="meta")
+        for name, part in stored.items()
+    }
+    names = {id(tensor): name for name, tensor in empty.items()}
+
+    def merge(like: Tensor) -> Tensor:
+        name = names[id(like)]
+        own = {name: files[name].get_tensor(name)}
+        return resolve_parameter(name, own, adapter.scales, tensors).to(like.dtype)
+
+    return write_tensors(target, empty, merge, metadata={"format": "pt"}).sha256
 
 
 def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> None:

@@ -73,7 +73,7 @@ class WeightTransport(ABC):
     is_sent_once: ClassVar[bool] = False
     """Whether a server that starts after a version was sent can no longer adopt it."""
     takes_adapters: ClassVar[bool] = True
-    """Whether `[lora] publish = "adapter"` works."""
+    """Whether versions may be adapters. Otherwise, they are whole weights."""
 
     @abstractmethod
     def open_publisher(self, config: RunFile, run_dir: RunDir) -> WeightPublisher:
@@ -100,9 +100,6 @@ class WeightTransport(ABC):
         elif config.eval.every and not self.has_files:
             problem = "does not work with [eval] every, which needs files for checkpoints/best"
             fix = f"{self._list_others('has_files')}, or every = 0"
-        elif config.lora.publish == "adapter" and not self.takes_adapters:
-            problem = 'does not work with [lora] publish = "adapter": it shares whole weights'
-            fix = 'set [lora] publish = "merged", or [trainer] publish = "files"'
         if problem:
             raise ConfigError(f'[trainer] publish = "{config.trainer.publish}" {problem}', fix)
 
@@ -170,5 +167,5 @@ def find_transport(
         config.inference.servers or config.eval.every or config.launch.has_other_machines
     )
     shared = load_transport(SHARED)
-    shares = has_gpu and not needs_files and config.lora.publish == "merged" and can_adopt(shared)
+    shares = has_gpu and not needs_files and not config.lora.wants_adapters and can_adopt(shared)
     return shared if shares else load_transport(FILES)

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import torch
 from msgspec import structs
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -192,15 +191,6 @@ def _other_file_error(path: Path, what: str) -> WeightsError:
         f"{path} does not match its manifest ({what})",
         "publish the version again. The engine keeps the weights it has",
     )
-
-
-def adopt_into(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy `tensors` into the model. Names and shapes are checked before anything changes."""
-    parameters = dict(model.named_parameters())
-    check_parameters(parameters, tensors)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
 
 
 def check_parameters(own: NamedTensors, tensors: NamedTensors) -> None:

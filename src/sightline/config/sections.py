@@ -390,8 +390,13 @@ class LoraConfig(ConfigSection):
     vision_targets: tuple[str, ...] = ()
     """Name patterns of the vision tower's linear layers that get adapters. Without any, the tower
     trains fully or not at all ([model] train_vision)."""
-    publish: Literal["merged", "adapter"] = "merged"
-    """Whether engines receive merged weights, or adapters that they merge themselves."""
+    publish: Mutable[Literal["adapter", "merged"]] = "adapter"
+    """Whether engines receive adapters, or merged weights. A run also publishes merged weights if
+    its engine or its weight transport takes no adapters."""
+
+    @property
+    def wants_adapters(self) -> bool:
+        return self.rank > 0 and self.publish == "adapter"
 
 
 class LoggingConfig(ConfigSection):

@@ -1,7 +1,7 @@
 """The checkpoint with the best held-out reward, in a folder that transformers can load.
 
-Published weights are copied byte by byte. All other files come from the checkpoint that the run
-started from.
+Published weights are copied byte by byte, and adapters are merged into their base. All other files
+come from the checkpoint that the run started from.
 """
 
 from __future__ import annotations
@@ -70,15 +70,19 @@ class BestCheckpoint:
             replace_checkpoint(self.source, self.target) as part,
             tempfile.TemporaryDirectory(dir=parent, prefix=".best-") as fetched,
         ):
-            if self.blobs is not None:
-                manifest = read_manifest(published / MANIFEST)
-                if any(file.parts for file in manifest.files):  # not next to the manifest
-                    fetch_files(manifest, self.blobs, Path(fetched))
-                    published = Path(fetched)
+            manifest = read_manifest(published / MANIFEST)
+            if self.blobs is not None and any(file.parts for file in manifest.files):
+                fetch_files(manifest, self.blobs, Path(fetched))  # not next to the manifest
+                published = Path(fetched)
             weights, others = (
                 sorted(folder.glob("*.safetensors")) for folder in (published, self.source)
             )
-            digest = merge_safetensors(weights, others, part / WEIGHTS)
+            if manifest.adapter is None:
+                digest = merge_safetensors(weights, others, part / WEIGHTS)
+            else:
+                from sightline.compute.lora_weights import write_merged  # imports torch
+
+                digest = write_merged(weights, manifest.adapter, others, part / WEIGHTS)
             write_sums(part, {WEIGHTS: digest})
         return digest
 

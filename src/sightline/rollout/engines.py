@@ -52,6 +52,11 @@ class InferenceEngine(ABC):
         """Return whether this engine's servers can adopt weights from this transport."""
         return transport.has_files
 
+    def takes_adapters(self, has_plain_names: bool) -> bool:
+        """Return whether servers apply LoRA adapters to a checkpoint, with transformers' parameter
+        names or others."""
+        return False
+
     def check(self, config: RunFile, family: Family) -> None:
         """Raise if this engine cannot serve the run. Called before anything starts."""
         self.check_settings(config.inference)

@@ -15,8 +15,7 @@ from sightline.algo.algorithm import Algorithm
 from sightline.algo.algorithms import Supervised, load_algorithm
 from sightline.algo.registry import load_aggregation
 from sightline.compute.feature_cache import FeatureCache
-from sightline.compute.model import limit_gpu_memory, load_model, pick_device
-from sightline.compute.weight_transport import find_transport
+from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
 from sightline.config import (
     AlgorithmConfig,
     LoraConfig,
@@ -39,7 +38,6 @@ from sightline.families.device_copy import allocate_rows
 from sightline.media import MediaStore, open_store
 from sightline.pack import PackSize
 from sightline.pixels import Materializer, SharedPatches
-from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.blocks import wrap_blocks
@@ -48,6 +46,7 @@ from sightline.trainer.checkpoint import (
     CheckpointStore,
     Ledger,
     ResumePoint,
+    check_base,
     open_shards,
     read_ledger,
 )
@@ -56,10 +55,11 @@ from sightline.trainer.feed import BatchPrefetcher, BatchPreparer, ReadyBatch, r
 from sightline.trainer.forward_pass import FrozenModel, FrozenTowerFeatures, has_frozen_tower
 from sightline.trainer.learner import Learner
 from sightline.trainer.loop import TrainerComponents
-from sightline.trainer.lora import NO_ADAPTERS, add_adapters, add_value_head, describe_adapter_base
+from sightline.trainer.lora import NO_ADAPTERS, add_value_head, describe_adapter, digest_frozen
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
-from sightline.trainer.optimizer import build_optimizer, freeze_vision
+from sightline.trainer.optimizer import build_optimizer
 from sightline.trainer.parallel_dims import ParallelDims
+from sightline.trainer.policy import choose_transport, load_policy, sends_adapters
 from sightline.trainer.ranks import (
     NO_CHANNEL,
     SINGLE_RANK,
@@ -116,12 +116,8 @@ def build_learner(
     # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)
     exact = (str(device), model.dtype) if model.exact else None
-    forward = load_model(model.path, family, place, model.dtype, exact)
+    forward = load_policy(model, lora, seed, family, place, exact)
     forward.model.eval()  # without dropout and router noise: logprobs must not be random
-    if lora.rank:
-        add_adapters(forward, lora, model.train_vision, seed)
-    elif not model.train_vision:
-        freeze_vision(forward)
     value_head = add_value_head(forward, algorithm, device, seed)
     wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile_backend, model.exact)
     sharded = None
@@ -288,6 +284,9 @@ def build(
         shards = open_shards(resume.path)
         restore(shards, learner.forward.model, learner.optimizer, learner.dims, resume.path)
         learner.replayed = find_replayed_steps(learner.device, run_dir, resume.step)
+    base = digest_frozen(learner.forward.model, MODEL_DTYPES[config.model.dtype])
+    if resume.path is not None:
+        check_base(resume.path, base, config.model.path)
     events = None
     if ranks.is_lead:
         events = EventLog(run_dir.metrics, "trainer")
@@ -307,6 +306,7 @@ def build(
         trainer.checkpoint_every,
         resume.step,
         config.model.train_vision,
+        base,
         channel.collect_files,
         BackgroundTask("checkpoint", watchdog=watch(), min_limit_s=LONG_LIMIT_S),
         orchestrator.send_checkpoints if orchestrator is not None else lambda: None,
@@ -384,13 +384,14 @@ def _add_publishing(
 ) -> None:
     """Publish every version, as `rl` needs. Every rank calls it before the first step."""
     writer.learner.diagnostics_every = config.orchestrator.diagnostics_every
-    if config.lora.publish != "merged":
-        writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
+    transport, model = choose_transport(config), writer.learner.forward.model
+    if sends_adapters(config, transport, model):
+        writer.adapter = describe_adapter(model, writer.dtype, writer.saver.base)
+    elif config.lora.wants_adapters:
+        print("publishing merged weights, see docs/lora.md", file=sys.stderr, flush=True)
     if orchestrator is None:
         return
-    run_dir, devices = writer.run_dir, (config.trainer.device, config.inference.device)
-    has_gpu = torch.cuda.is_available() and "cpu" not in devices
-    transport = find_transport(config, has_gpu, load_engine(config.inference.engine).can_adopt)
+    run_dir = writer.run_dir
     check_history(run_dir.weights, step)
     publisher = transport.open_publisher(config, run_dir)
     draft = Manifest(

@@ -53,6 +53,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     vision_version: int
     files: list[WeightFile]
     """The files of all ranks, in rank order."""
+    base: str = ""
+    """Digest of the frozen parameters, which only [model] path has. Empty if all are in `files`."""
     schema: int = SCHEMA
 
 
@@ -82,6 +84,16 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 def open_shards(path: Path) -> ShardReader:
     return ShardReader(path / file.name for file in read_manifest(path).files)
+
+
+def check_base(path: Path, base: str, source: str) -> None:
+    """Raise if `base`, the digest of the frozen weights in `source`, is not the checkpoint's."""
+    expected = read_manifest(path).base
+    if expected and expected != base:
+        raise ResumeRefused(
+            f"{path} holds only the trained parameters, and {source}, [model] path, has changed",
+            "restore it from a copy, or start a new run",
+        )
 
 
 def check_files(path: Path, files: Sequence[WeightFile]) -> None:
@@ -175,6 +187,8 @@ class CheckpointSaver:
     step: int
     """Step of the newest checkpoint that was started."""
     train_vision: bool
+    base: str = ""
+    """Digest of the frozen parameters."""
     collect_files: CollectFiles = NO_CHANNEL.collect_files
     """Hands over this rank's files of a step. On rank 0, returns those of all ranks."""
     background_task: BackgroundTask = field(default_factory=lambda: BackgroundTask("checkpoint"))
@@ -199,7 +213,7 @@ class CheckpointSaver:
         written = snapshot.write(part, f"rank_{self.dims.rank:03d}")
         if (files := self.collect_files(step, written)) is not None:
             vision = step if self.train_vision else 0
-            self.checkpoints.complete(CheckpointManifest(step, vision, files))
+            self.checkpoints.complete(CheckpointManifest(step, vision, files, self.base))
             self.on_complete()
 
 

@@ -5,25 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from sightline.compute.checkpoint_files import find_transposed, open_checkpoint
-from sightline.compute.model import load_model
+from sightline.compute.model import MODEL_DTYPES
 from sightline.compute.tensor_file import iterate_gathered, keep_tensor, write_tensors
 from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError
 from sightline.families import load_family
-from sightline.trainer.checkpoint import CheckpointStore, check_files, open_shards, read_manifest
+from sightline.trainer.checkpoint import (
+    CheckpointStore,
+    check_base,
+    check_files,
+    open_shards,
+    read_manifest,
+)
 from sightline.trainer.lora import (
-    add_adapters,
     build_merge_gather,
+    digest_frozen,
     gather_for_lead,
     has_adapters,
     peft_tensors,
     plain_parameters,
     save_adapters,
 )
+from sightline.trainer.policy import load_policy
 from sightline.trainer.snapshot import restore_model
 from sightline.wire.file import replace_checkpoint, write_sums
 
@@ -32,14 +39,18 @@ ADAPTERS = "adapter"
 """Folder for the separate adapters, inside the checkpoint that they are merged into."""
 
 
+def select_exported(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters, and the buffers of a checkpoint, such as the bias of a router."""
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return plain_parameters(model) | buffers
+
+
 def export_checkpoint(
     source: Path, target: Path, model: nn.Module, dtype: torch.dtype | None = None
 ) -> None:
     """Write the model to `target`, tensor by tensor, with the source's names and layout."""
-    # A checkpoint also holds buffers, such as the bias of a router. They do not train.
-    saved = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    weights = plain_parameters(model) | buffers
+    weights = select_exported(model)
     gather = build_merge_gather(model)
     known = open_checkpoint(source)
     if known and not weights.keys() <= known.keys():
@@ -66,12 +77,11 @@ def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, targ
     """Verify a trainer checkpoint by its manifest, and export it as a plain checkpoint."""
     check_files(checkpoint, read_manifest(checkpoint).files)
     settings = config.model
-    family = load_family(settings.path, **settings.overrides())
-    forward = load_model(settings.path, family, "cpu", settings.dtype)
-    if config.lora.rank:
-        add_adapters(forward, config.lora, settings.train_vision, config.run.seed)
+    family, dtype = load_family(settings.path, **settings.overrides()), MODEL_DTYPES[settings.dtype]
+    forward = load_policy(settings, config.lora, config.run.seed, family, "cpu")
     restore_model(open_shards(checkpoint), forward.model)
-    export_checkpoint(Path(settings.path), target, forward.model)
+    check_base(checkpoint, digest_frozen(forward.model, dtype), settings.path)
+    export_checkpoint(Path(settings.path), target, forward.model, dtype)
 
 
 def get_newest_checkpoint(root: Path) -> Path:

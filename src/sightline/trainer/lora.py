@@ -144,10 +144,19 @@ def build_merge_gather(model: nn.Module) -> Gather:
     return gather
 
 
-def describe_adapter_base(model: nn.Module, dtype: torch.dtype) -> Adapter:
-    """Describe the base that adapters are added to, and their scales. Every rank calls it."""
+def digest_frozen(model: nn.Module, dtype: torch.dtype) -> str:
+    """Return the digest of the frozen parameters as `dtype`, or an empty string if there are none.
+
+    Every rank calls it.
+    """
     frozen = {n: p for n, p in plain_parameters(model).items() if not p.requires_grad}
-    base = published.digest_tensors(iterate_gathered(frozen, full_tensor), dtype)
+    if not frozen:
+        return ""
+    return published.digest_tensors(iterate_gathered(frozen, full_tensor), dtype)
+
+
+def describe_adapter(model: nn.Module, dtype: torch.dtype, base: str) -> Adapter:
+    """Describe the adapters' scales and their base, whose digest is `base`."""
     scales = {f"{layer}.weight": _scale(model, layer) for layer in _adapted_layers(model)}
     return Adapter(base, SAFETENSORS_DTYPES[dtype], scales)
 

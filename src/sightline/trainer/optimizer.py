@@ -22,11 +22,6 @@ from sightline.config import TrainerConfig
 from sightline.families import Forward
 
 
-def freeze_vision(forward: Forward) -> None:
-    for _, parameter in forward.vision_parameters():
-        parameter.requires_grad_(False)
-
-
 class MasterAdamW(torch.optim.AdamW):
     """AdamW that updates the masters of 16-bit parameters. All others are their own masters."""
 

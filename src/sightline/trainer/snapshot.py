@@ -1,5 +1,6 @@
 """Writes each rank's part of model and optimizer to files, and reads any rows back.
 
+Frozen parameters are not written: the run's initial checkpoint has them.
 A sharded tensor is split along its rows, and each file records which rows it holds. So a checkpoint
 can be restored on any number of ranks.
 """
@@ -60,6 +61,15 @@ class ShardSnapshot:
         parts = split_by_size(self.tensors, file_bytes)
         with ThreadPoolExecutor(MAX_THREADS) as threads:
             return list(threads.map(write_part, range(len(parts)), parts))
+
+
+MOMENTS = 2
+"""AdamW's states of a parameter that have its size."""
+
+
+def select_saved(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that a checkpoint has."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def take_snapshot(
@@ -162,9 +172,11 @@ def restore_model(
         for name in shards.names(MODEL)
         if name in parameters or not is_value_head(name)  # an exported model has no value head
     }
-    check_parameters(parameters, stored)
+    # Checkpoints of earlier releases also have the frozen parameters.
+    saved = {name: p for name, p in parameters.items() if p.requires_grad or name in stored}
+    check_parameters(saved, stored)
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in saved.items():
             master = parameter if optimizer is None else optimizer.get_master(parameter)
             _fill_from_shards(master.detach(), shards, f"{MODEL}/{name}")
     if optimizer is not None:
@@ -206,7 +218,7 @@ def _restore_optimizer(
 
 
 def _named_tensors(model: nn.Module, optimizer: MasterAdamW) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
+    for name, parameter in select_saved(model).items():
         yield f"{MODEL}/{name}", optimizer.get_master(parameter).detach()
     names = {place: name for name, place in _optimizer_indices(model, optimizer).items()}
     for place, state in optimizer.state_dict()["state"].items():

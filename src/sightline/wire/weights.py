@@ -67,7 +67,7 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The base of LoRA adapters. Each matrix W in `scales` becomes W + s B A."""
 
     base: str
-    """SHA-256 over the base's frozen parameters."""
+    """Digest of the base's frozen parameters."""
     dtype: str
     """Dtype of the digested base, in safetensors' notation."""
     scales: dict[str, float]

@@ -134,7 +134,6 @@ def test_external_transport_publishes_and_a_server_adopts(
     ("publish", "sections", "problem"),
     [
         ("pickle", {"eval": {"every": 2}}, "needs files for checkpoints/best"),
-        ("ipc", {"lora": {"rank": 2, "publish": "adapter"}}, "it shares whole weights"),
         ("broadcast", {"inference": {"servers": ["http://127.0.0.1:9"]}}, "which take files"),
     ],
 )

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from sightline.cli.main import main
 from sightline.config import RunFile, SftFile, resolve_paths
@@ -172,11 +171,6 @@ def test_weights_without_files_are_refused_for_file_readers(refuse, way: str) ->
     assert "[eval] every, which needs files" in refuse(f"{publish}[eval]\nevery = 2\n")
 
 
-def test_adapters_are_not_shared(refuse) -> None:
-    message = refuse('[trainer]\npublish = "ipc"\n[lora]\nrank = 2\npublish = "adapter"\n')
-    assert "it shares whole weights" in message
-
-
 ELSEWHERE = """
 [media]
 root = "http://10.0.0.1:8100"
@@ -209,23 +203,6 @@ def test_model_unsupported_for_vllm_training_is_refused(refuse, tmp_path: Path) 
     file.write_text(json.dumps(config))
     message = refuse('[inference]\nengine = "vllm"\n', model=tmp_path / "kimi")
     assert "quantized weights" in message and 'engine = "torch"' in message
-
-
-def test_adapter_publishing_is_refused_where_unsupported(
-    refuse, tiny_model: Path, tmp_path: Path
-) -> None:
-    assert "requires [lora] rank" in refuse('[lora]\npublish = "adapter"\n')
-    adapters = '[lora]\nrank = 2\npublish = "adapter"\n'
-    message = refuse(f"{adapters}[eval]\nevery = 2\n")
-    assert "checkpoints/best" in message and 'publish = "merged"' in message
-    # Like older files of some models, it omits the prefix that transformers adds.
-    named = Path(shutil.copytree(tiny_model, tmp_path / "named"))
-    tensors = load_file(named / "model.safetensors")
-    shorter = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    save_file(shorter, named / "model.safetensors", {"format": "pt"})
-    vllm = f'{adapters}[inference]\nengine = "vllm"\npython = "{sys.executable}"\n'
-    assert "vLLM cannot merge adapters into" in refuse(vllm, model=named)
-    assert "vLLM is not installed" in refuse(vllm), "that was all"
 
 
 def test_command_finds_an_environment_next_to_the_run_file(tmp_path: Path) -> None:

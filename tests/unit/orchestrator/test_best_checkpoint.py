@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
@@ -21,6 +21,7 @@ from sightline.orchestrator.rollout_scheduler import RolloutDispatcher
 from sightline.orchestrator.run_state import RunState
 from sightline.run import EventLog, RunDir
 from sightline.wire.control import ControlMessage, PublishedWeights, RolloutRequest
+from sightline.wire.weights import Adapter
 
 MEASURES = {2: 0.2, 4: 0.7, 6: 0.5, 8: 0.7}
 
@@ -60,8 +61,6 @@ def run_dir(tmp_path: Path) -> RunDir:
     source.mkdir()
     (source / "config.json").write_text("{}")
     write_buffer = {"buffer": torch.arange(4.0), "a": torch.zeros(3)}
-    from safetensors.torch import save_file
-
     save_file(write_buffer, source / "model.safetensors", metadata={"format": "pt"})
     return new_run_dir
 
@@ -110,6 +109,26 @@ def test_every_second_step_is_evaluated_and_the_best_is_kept(
         assert not policy.pinned_versions
 
     asyncio.run(main())
+
+
+def test_adapters_are_merged_into_the_best_checkpoint(run_dir: RunDir, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    base = {"a.weight": torch.ones(2, 3), "head": torch.ones(2).bfloat16(), "b": torch.ones(2)}
+    save_file(base, source / "model.safetensors", metadata={"format": "pt"})
+    version = {
+        "a.weight.lora_A": torch.tensor([[1.0, 2.0, 3.0]]),
+        "a.weight.lora_B": torch.tensor([[1.0], [-1.0]]),
+        "b": torch.full((2,), 5.0),
+    }
+    adapter = Adapter("", "F32", {"a.weight": 0.5})
+    path, _ = write_weights(run_dir.weights, version, 2, 0, adapter)
+    target, run_state = run_dir.checkpoints / "best", RunState.open(run_dir)
+    best = BestCheckpoint(source, target, run_state)
+    asyncio.run(best.keep_if_best(2, 0.5, path.parent))
+    merged = load_file(target / "model.safetensors")
+    assert merged["a.weight"].tolist() == [[1.5, 2.0, 2.5], [0.5, 0.0, -0.5]]
+    assert merged["b"].tolist() == [5.0, 5.0] and merged["head"].equal(base["head"])
+    assert not best.find_problem() and not (target / "adapter.safetensors").exists()
 
 
 def test_slow_evaluation_keeps_its_own_version_and_frees_older_ones(run_dir: RunDir) -> None:

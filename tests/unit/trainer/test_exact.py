@@ -264,7 +264,7 @@ def test_models_without_exact_support_are_refused(
     [
         ({"inference": {"keep_kv_over_updates": True}}, "KV cache of old weights"),
         ({"inference": {"device": "cpu"}, "trainer": {"device": "cuda:0"}}, "round differently"),
-        ({"lora": {"rank": 4}}, "merges the adapters"),
+        ({"lora": {"rank": 4}}, "not computed in exact"),
     ],
 )
 def test_settings_incompatible_with_exact_mode_are_refused(

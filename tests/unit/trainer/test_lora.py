@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sightline.compute.lora_weights import AdapterBase
+from sightline.compute.lora_weights import AdapterBase, resolve_parameter
 from sightline.compute.model import MODEL_DTYPES, load_model
 from sightline.compute.weights import read_weights
 from sightline.config import LoraConfig, RunFile, SftFile, validate_config
@@ -30,11 +30,13 @@ from sightline.trainer.learner import Learner
 from sightline.trainer.lora import (
     add_adapters,
     build_merge_gather,
-    describe_adapter_base,
+    describe_adapter,
+    digest_frozen,
     plain_parameters,
 )
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire.sample import Batch
+from sightline.wire.weights import Adapter
 
 BOTH = {"rank": 4, "alpha": 8.0, "vision_targets": ("*",)}
 TEXT = {"rank": 4, "alpha": 8.0}
@@ -151,6 +153,10 @@ def test_export_writes_a_plain_checkpoint_and_peft_adapters(
         torch.testing.assert_close(folded[name], tensor, atol=1e-6, rtol=1e-5)
 
 
+def describe(model: torch.nn.Module, dtype: torch.dtype) -> Adapter:
+    return describe_adapter(model, dtype, digest_frozen(model, dtype))
+
+
 @pytest.mark.parametrize("lora", [BOTH, TEXT], ids=["adapters", "tower whole"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_unmerged_publish_is_bit_identical_to_merged(
@@ -164,13 +170,17 @@ def test_unmerged_publish_is_bit_identical_to_merged(
         kind: making.publish(model, tmp_path / kind, 2, MODEL_DTYPES[dtype], stand)
         for kind, stand in (
             ("merged", None),
-            ("adapter", describe_adapter_base(model, MODEL_DTYPES[dtype])),
+            ("adapter", describe(model, MODEL_DTYPES[dtype])),
         )
     }
     weights = {kind: read_weights(path) for kind, (path, _) in published.items()}
     served = load_model(checkpoint, load_family(checkpoint), "cpu", dtype).model
     base = {name: parameter.detach() for name, parameter in served.named_parameters()}
-    merged, theirs = weights["merged"][1], AdapterBase(lambda: base).merge(*weights["adapter"])
+    manifest, tensors = weights["adapter"]
+    assert manifest.adapter is not None
+    AdapterBase(lambda: base).check(manifest.adapter, tensors)
+    scales, merged = manifest.adapter.scales, weights["merged"][1]
+    theirs = {name: resolve_parameter(name, base, scales, tensors) for name in base}
     assert merged.keys() == theirs.keys()
     for name, tensor in merged.items():
         assert torch.equal(theirs[name].to(tensor.dtype), tensor), name

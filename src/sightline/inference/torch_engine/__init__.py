@@ -5,6 +5,7 @@ engine            the loop on its thread: schedule, execute, update
 scheduler         assigns rows to requests, waits for pixels, finishes requests
 model_runner      one step on the device: encode images, forward, sample, score prompts
 recurrent_runner  one step for models with recurrent layers
+policy_weights    the weights in use: the checkpoint's, with adapters next to their matrices
 observer          counters, and where the engine's time goes
 decode            decode steps of fixed shape, replayed as CUDA graphs
 row_table         requests, one row per sequence as arrays, and the plan of a step
@@ -25,6 +26,9 @@ class TorchInference(InferenceEngine):
     reports_routes = True
 
     def can_adopt(self, transport: WeightTransport) -> bool:
+        return True
+
+    def takes_adapters(self, has_plain_names: bool) -> bool:
         return True
 
     def serve(self, spec: ServerSpec) -> None:

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sightline.compute.lora_weights import AdapterBase
 from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
 from sightline.compute.weight_transport import WeightReceiver
-from sightline.compute.weights import adopt_into
 from sightline.config import InferenceConfig
 from sightline.errors import ConfigError
 from sightline.families import Family
@@ -21,6 +19,7 @@ from sightline.inference.serve import ServerComponents
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.engine import TorchEngine
 from sightline.inference.torch_engine.kv_cache import ExactPagedPattern, KVCache, PagedPattern
+from sightline.inference.torch_engine.policy_weights import PolicyWeights
 from sightline.inference.torch_engine.row_table import StepPlan
 from sightline.pixels import Materializer
 from sightline.wire.weights import Manifest, read_manifest
@@ -47,14 +46,14 @@ def build_engine(
         loaded = load_model(spec.model.path, family, "cpu", dtype)
         return {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
 
-    base = AdapterBase(read_base)
+    weights = PolicyWeights(forward.model, read_base)
     manifest = Manifest(version=0, vision_version=0, files=[], run=spec.run_id)
     if spec.weights is not None:
         manifest = read_manifest(spec.weights)
         with WeightReceiver().open_tensors(spec.weights.parent, manifest) as tensors:
-            adopt_into(forward.model, base.merge(manifest, tensors))
+            weights.adopt(manifest.adapter, weights.check(manifest.adapter, tensors))
     max_kv_bytes = plan_memory(device, limit, spec.inference) if limit else 0
-    return TorchEngine(forward, family, materializer, banned, spec, manifest, base, max_kv_bytes)
+    return TorchEngine(forward, family, materializer, banned, spec, manifest, weights, max_kv_bytes)
 
 
 def build_trial(max_model_len: int, device: str, dtype: str) -> EngineTrial:

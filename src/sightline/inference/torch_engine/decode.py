@@ -76,6 +76,11 @@ class CudaGraphDecoder:
         """Store the last sampled tokens of the rows."""
         self._last_tokens.index_copy_(0, copy_to_device(rows, self.device), tokens)
 
+    def drop_graphs(self) -> None:
+        """Forget all graphs, because the model computes something else now."""
+        self._computed.clear()
+        self._generation = -1
+
     def logits(self, plan: StepPlan) -> Logits:
         """Return the logits of the next token of rows that `find_rows` selected.
 

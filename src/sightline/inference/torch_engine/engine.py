@@ -30,9 +30,7 @@ import torch
 from torch import Tensor
 
 from sightline.compute.feature_cache import FeatureCache
-from sightline.compute.lora_weights import AdapterBase
 from sightline.compute.weight_transport import WeightReceiver
-from sightline.compute.weights import adopt_into
 from sightline.errors import EngineError
 from sightline.families import Family, Forward
 from sightline.inference.engine import Deliver, Engine
@@ -40,6 +38,7 @@ from sightline.inference.errors import not_finite_error, stopping_error, to_engi
 from sightline.inference.server_spec import MEBIBYTE, ServerSpec
 from sightline.inference.torch_engine.model_runner import Drawn, ModelRunner, WholeRowRunner
 from sightline.inference.torch_engine.observer import EngineObserver, TorchCounters
+from sightline.inference.torch_engine.policy_weights import PolicyWeights
 from sightline.inference.torch_engine.recurrent_runner import RecurrentModelRunner
 from sightline.inference.torch_engine.row_table import (
     RowTable,
@@ -89,12 +88,12 @@ class TorchEngine(Engine):
         banned: tuple[int, ...],
         spec: ServerSpec,
         manifest: Manifest,
-        base: AdapterBase,
+        weights: PolicyWeights,
         max_kv_bytes: int = 0,
     ) -> None:
         super().__init__(spec, materializer, TorchCounters())
         self._manifest = manifest
-        self._base = base
+        self._weights = weights
         self._receiver = WeightReceiver()
         self._seeds = random.SystemRandom()
         self.features = FeatureCache(spec.inference.feature_cache_mb * MEBIBYTE)
@@ -185,7 +184,7 @@ class TorchEngine(Engine):
     @contextmanager
     def _open_update(self, folder: Path, manifest: Manifest) -> Iterator[_WeightSwap]:
         with self._receiver.open_tensors(folder, manifest) as tensors:
-            yield _WeightSwap(manifest, self._base.merge(manifest, tensors), Future())
+            yield _WeightSwap(manifest, self._weights.check(manifest.adapter, tensors), Future())
 
     def _take_update(self, update: _WeightSwap) -> None:
         with self._lock:
@@ -343,11 +342,14 @@ class TorchEngine(Engine):
 
     def _apply_swap(self, swap: _WeightSwap) -> None:
         old, new = self.manifest, swap.manifest
+        seeing = [name for name, _ in self.runner.forward.vision_parameters()]
         try:
-            is_vision_new = (
-                old.vision_version != new.vision_version or not self._is_vision_unchanged(swap)
-            )
-            adopt_into(self.runner.forward.model, swap.tensors)
+            before = self._weights.digest(seeing)
+            if self._weights.adopt(new.adapter, swap.tensors) and self.runner.decoder is not None:
+                self.runner.decoder.drop_graphs()
+            # A version that is computed again may have the same number and other bits.
+            has_new_number = old.vision_version != new.vision_version
+            is_vision_new = has_new_number or self._weights.digest(seeing) != before
         except Exception as error:  # goes to the caller; the weights do not change
             swap.done.set_exception(error)
             return
@@ -358,19 +360,6 @@ class TorchEngine(Engine):
         keep_kv = self._spec.inference.keep_kv_over_updates and self.runner.keeps_kv
         self.scheduler.invalidate_after_update(old.label, keep_kv, is_vision_new)
         swap.done.set_result(None)
-
-    def _is_vision_unchanged(self, swap: _WeightSwap) -> bool:
-        """Return whether the vision tower of `swap` equals the current one bit for bit.
-
-        The version number is not enough, because a recomputed version has the same number.
-        """
-        current = self.runner.forward.vision_parameters()
-        return all(
-            name in swap.tensors
-            and swap.tensors[name].shape == parameter.shape
-            and torch.equal(parameter, swap.tensors[name].to(parameter))
-            for name, parameter in current
-        )
 
     def _refuse_unfinished(self) -> None:
         with self._lock:  # a submission that came before the stop is in the inbox by now

@@ -16,7 +16,6 @@ from sightline.config import InferenceConfig, RunFile
 from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
-from sightline.families.checkpoint_files import read_shapes
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.vllm_plugin import (
@@ -180,18 +179,12 @@ class VllmInference(InferenceEngine):
     def find_python(self, inference: InferenceConfig) -> str:
         return find_python(inference.python)
 
+    def takes_adapters(self, has_plain_names: bool) -> bool:
+        return has_plain_names
+
     def check(self, config: RunFile, family: Family) -> None:
         super().check(config, family)
-        model = Path(config.model.path)
-        serving = load_serving(model, family)
-        if config.lora.publish == "adapter" and family.shows_media:
-            vision = serving.vision_prefixes(family)
-            if not any(name.startswith(vision) for name in read_shapes(model)):
-                raise ConfigError(
-                    f'[lora] publish = "adapter": vLLM cannot merge adapters into {model}, whose '
-                    f"parameter names differ from the trainer's ({vision[0]}...)",
-                    'set publish = "merged"',
-                )
+        load_serving(Path(config.model.path), family)  # raises for families that vLLM cannot serve
         is_elsewhere = bool(config.inference.servers) or config.launch.is_elsewhere("server")
         if not is_elsewhere or config.eval.every:
             check_python(config.inference.python)

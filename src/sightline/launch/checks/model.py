@@ -41,12 +41,11 @@ from sightline.rollout.player import RolloutPlayer
 from sightline.run import RunDir
 from sightline.run.machine import build_environ, runs_on_cpu
 from sightline.trainer.conversations import check_rows_for_images
+from sightline.trainer.file_sizes import measure_files
 from sightline.wire.generate import GenerateRequest, GenerateResponse
 
 NUM_TASKS = 3
 MEASURED = "measured"
-STATES_PER_CHECKPOINT = 3
-"""Copies of the weights' size per checkpoint: the weights and AdamW's two moments."""
 STATES_IN_TRAINING = 4
 """Copies in training, in float32: weights, gradients and AdamW's two moments."""
 ENVIRONMENT_MODULE = "sightline.envs.environment_info"
@@ -204,19 +203,20 @@ def check_store(
 def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SPARE_BYTES) -> str:
     """Raise if the disk cannot hold the checkpoints and published versions that exist at the same
     time. Batches are small in comparison."""
-    weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    settings = config.trainer
+    sizes, settings = measure_files(config), config.trainer
     # One more than is kept, because the next is written before the oldest is deleted.
     checkpoints = settings.keep_checkpoints + 1
     if settings.keep_checkpoints_every:
         checkpoints += config.run.steps // settings.keep_checkpoints_every
-    copies = checkpoints * STATES_PER_CHECKPOINT + 1
+    num_bytes, exports = checkpoints * sizes.checkpoint, 1
     if isinstance(config, RunFile):
-        # Published versions, the best checkpoint, and its replacement while it is written.
-        copies += config.orchestrator.max_lag + 2 + 2 * (config.eval.every > 0)
+        num_bytes += (config.orchestrator.max_lag + 2) * sizes.version
+        # The best checkpoint, and its replacement while it is written.
+        exports += 2 * (config.eval.every > 0)
+    num_bytes += exports * sizes.export
     # A resumed run has already written some of these files.
     written = [*run_dir.checkpoints.rglob("*.safetensors"), *run_dir.weights.rglob("*.safetensors")]
-    needed = spare_bytes + copies * weights - sum(file.stat().st_size for file in written)
+    needed = spare_bytes + num_bytes - sum(file.stat().st_size for file in written)
     space = measure_free_space(run_dir.path)
     free = space.num_bytes
     if free < needed:

@@ -102,9 +102,8 @@ def check_compatible_settings(config: RunFile) -> None:
 
 def _list_conflicts(config: RunFile) -> Iterator[tuple[bool, str, str]]:
     """Yield, for pairs of settings, whether they conflict, the problem, and the fix."""
-    every, transport = config.eval.every, find_transport(config)
-    engine = load_engine(config.inference.engine)
-    sends_adapters, max_tokens = config.lora.publish == "adapter", config.rollout.max_tokens
+    transport, engine = find_transport(config), load_engine(config.inference.engine)
+    max_tokens = config.rollout.max_tokens
     yield (
         max_tokens >= config.inference.max_model_len,
         f"[rollout] max_tokens = {max_tokens} leaves no room for a prompt in [inference] "
@@ -123,11 +122,6 @@ def _list_conflicts(config: RunFile) -> Iterator[tuple[bool, str, str]]:
         f'[model] exact = true does not work with [inference] engine = "{engine.name}": '
         f"{engine.inexact_reason}",
         "change one of the two settings",
-    )
-    yield (
-        sends_adapters and every > 0,
-        '[eval] every needs whole weights for checkpoints/best, and [lora] publish = "adapter"',
-        'set [lora] publish = "merged", or [eval] every = 0',
     )
     relative = [root for root in config.media.file_roots if not Path(root).is_absolute()]
     yield (
