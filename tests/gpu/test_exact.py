@@ -2,7 +2,7 @@
 
     EXACT_MODEL=DIR pytest tests/gpu/test_exact.py -s
 
-takes the checkpoint in DIR for the last test (`sightline model tiny DIR --size 2b`), which prints
+takes the checkpoint in DIR for the last test (`sightline model random DIR --like 2b`), which prints
 the largest difference over EXACT_TOKENS sampled tokens (100,000). The default is a tiny model.
 """
 
