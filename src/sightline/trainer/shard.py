@@ -84,6 +84,25 @@ def release_gathered(sharded: ShardedModel | None) -> None:
             part.reshard()
 
 
+def discard_gradients(sharded: ShardedModel | None, optimizer: torch.optim.Optimizer) -> None:
+    """Discard all gradients after an error in the middle of a pass."""
+    if sharded is not None:
+        cast(FSDPModule, sharded).reset_iter_state()
+        for part in sharded.modules():
+            if isinstance(part, FSDPModule):
+                # It keeps the gradients of earlier micro-batches that were not reduced.
+                for group in part._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        parameter.unsharded_accumulated_grad = None
+                        parameter.unsharded_param.grad = None
+    optimizer.zero_grad(set_to_none=True)
+
+
+def can_discard_gradients(sharded: ShardedModel | None) -> bool:
+    """Return whether a pass can start again after an error. torch 2.11 and 2.12 lack the means."""
+    return sharded is None or hasattr(sharded, "reset_iter_state")
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor. If it is sharded, every rank must call this."""
     if not isinstance(tensor, DTensor):
