@@ -1,7 +1,7 @@
 r"""One rank of a trainer that takes one step and writes what came of it.
 
 python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT \
-    [frozen|lora|lost|kept|one|with_text|probe|blind|critic]
+    [frozen|lora|lost|kept|one|with_text|probe|blind|critic|context=N]
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from sightline.trainer.build import build_pixels  # noqa: E402
 from sightline.trainer.distribute import distribute, estimate_price, read_shares  # noqa: E402
 from sightline.trainer.feed import BatchPreparer  # noqa: E402
 from sightline.trainer.lora import build_merge_gather, plain_parameters  # noqa: E402
-from sightline.trainer.parallel_dims import ParallelDims  # noqa: E402
 from sightline.trainer.probe import pick_probe_micro_batch  # noqa: E402
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo  # noqa: E402
 from sightline.trainer.sft import build_sample  # noqa: E402
@@ -67,11 +66,13 @@ def main() -> None:
     model, store, out = Path(sys.argv[5]), MediaStore(Path(sys.argv[6])), Path(sys.argv[7])
     frozen = "frozen" in sys.argv[8:]
     words = sys.argv[8:]
+    context = int(next((w for w in words if w.startswith("context=")), "context=1").split("=")[1])
     trainer = making.trainer_config(
         lr=1e-4 if "critic" in words else 1e-2,
         max_grad_norm=1e9,
         activation_checkpointing="recompute" in words,
         compile_backend="aot_eager" if "compile" in words else "",
+        context_parallel=context,
     )
     lora = LoraConfig(rank=4, vision_targets=("*",)) if "lora" in words else LoraConfig()
     dtype = "bfloat16" if "mixed" in words else "float32"
@@ -85,9 +86,11 @@ def main() -> None:
     # The reference is the model itself, so a KL of 0 would prove nothing.
     with torch.no_grad():
         for name, parameter in learner.forward.model.named_parameters():
-            parameter.mul_(1.01)
+            master = learner.optimizer.get_master(parameter)
+            master.mul_(1.01)
             if "lora_B" in name:
-                parameter.add_(0.01)  # at zero, A would have no gradient
+                master.add_(0.01)  # at zero, A would have no gradient
+        learner.optimizer.round_masters()
     counts = watch_blocks(learner.forward.blocks())
     pixels = build_pixels(learner, store)
     materializer = pixels.materializer
@@ -107,8 +110,8 @@ def main() -> None:
         nonlocal num_updates
         num_updates += 1
         for name, parameter in learner.forward.model.named_parameters():
-            if parameter.grad is not None:
-                tensors[name] = full_tensor(parameter.grad).detach().clone()
+            if (gradient := learner.optimizer.get_master(parameter).grad) is not None:
+                tensors[name] = full_tensor(gradient).detach().clone()
 
     learner.optimizer.register_step_pre_hook(note)
     learner.diagnostics_every = int("probe" in words)
@@ -122,6 +125,10 @@ def main() -> None:
         build_merge_gather(learner.forward.model),
     )
     after = {f"after.{name}": whole for name, whole in iterate_gathered(plain, gather)}
+    if "mixed" in words:
+        for name, parameter in plain.items():
+            master = learner.optimizer.get_master(parameter)
+            after[f"after.master.{name}"] = full_tensor(master.detach())
     local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
     note_rank = {
         "bytes": local,
@@ -135,6 +142,7 @@ def main() -> None:
         "shows": [bool(m.batch.items) for m in ready.micro_batches],
         "patches": sum(len(p) for p in patches),
         "updates": num_updates,
+        "context": learner.dims.context_group.size() if learner.dims.context_group else 1,
     }
     (out / f"rank{rank}.json").write_text(json.dumps(note_rank))
     if ranks.is_lead:
@@ -208,7 +216,7 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     lead = LeadChannel(ranks)
     lead.wait_until_loaded()
     price = estimate_price(learner.forward)
-    return [distribute(ready, lead, ParallelDims.of(ranks), price)]
+    return [distribute(ready, lead, learner.dims, price)]
 
 
 def with_loss(all_samples, store):  # type: ignore[no-untyped-def]

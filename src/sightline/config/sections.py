@@ -74,12 +74,7 @@ class ModelConfig(ConfigSection):
         return {name: value for name, value in bounds.items() if value is not None}
 
     def check_exact_on_cpu(self, ranks: int) -> None:
-        """Raise if `exact` does not work on CPUs with this dtype or number of ranks."""
-        if self.exact and self.dtype != "float32":
-            raise ConfigError(
-                f"[model] exact = true with dtype = {self.dtype!r} on a CPU",
-                'set dtype = "float32", or train on a GPU',
-            )
+        """Raise if `exact` does not work on CPUs with this number of ranks."""
         if self.exact and ranks > 1:
             raise ConfigError(
                 f"[model] exact = true with {ranks} ranks on CPUs: exact CPU runs encode one image "
@@ -301,7 +296,8 @@ class TrainerConfig(ConfigSection):
     """Also keep a checkpoint permanently every this many steps. 0 keeps only the most recent
     ones."""
     master_dtype: Literal["float32", "model"] = "float32"
-    """Precision of the weights that the optimizer updates. `model` uses [model] dtype."""
+    """Precision of the weights that the optimizer updates. With float32, a bfloat16 model computes
+    with their rounded values. `model` uses [model] dtype, which rounds small updates away."""
     activation_checkpointing: Mutable[bool] = False
     """Whether to recompute activations in the backward pass, which saves memory."""
     compile_backend: str = ""
@@ -316,6 +312,9 @@ class TrainerConfig(ConfigSection):
     """Device of the trainer: cpu, cuda or auto."""
     ranks: Mutable[int] = Field(1, ge=1)
     """Number of trainer processes that share the model and the work."""
+    context_parallel: Mutable[int] = Field(1, ge=1)
+    """Number of ranks that divide the tokens of each micro-batch, for long sequences. It must
+    divide `ranks` and the model's key-value heads."""
     address: Mutable[str] = "127.0.0.1"
     """Address at which rank 0 listens for the other ranks, including those on other machines."""
     stall_timeout_s: Mutable[float] = Field(900.0, ge=0)
@@ -328,6 +327,16 @@ class TrainerConfig(ConfigSection):
     the current and next micro-batches."""
     feature_cache_mb: Mutable[int] = Field(256, ge=0)
     """Memory in MB on the trainer's device for features of a frozen vision tower."""
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> TrainerConfig:
+        if self.ranks % self.context_parallel:
+            raise InvalidSetting(
+                f"ranks = {self.ranks} is not a multiple of context_parallel = "
+                f"{self.context_parallel}",
+                "set ranks to a multiple of context_parallel",
+            )
+        return self
 
 
 class EvalConfig(ConfigSection):

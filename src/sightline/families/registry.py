@@ -105,7 +105,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not file.exists():
         raise FamilyError(
             f"{path} is not a checkpoint: it has no config.json",
-            "create one with `sightline model tiny DIR`, or point [model] path at a checkpoint",
+            "create one with `sightline model tiny DIR`, or name the folder of a checkpoint",
         )
     # transformers also opens files, which it finds in the folder and in its folders.
     for found in (*path.glob("*"), *path.glob("*/*")):
@@ -136,6 +136,29 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
     if exact and family.packing.kind == "tree":
         family.packing = EXACT_PACKING
     return family
+
+
+def check_context_parallel(family: Family, model: str | Path, size: int, exact: bool) -> None:
+    """Raise if `size` ranks cannot divide the tokens of a micro-batch."""
+    if size == 1:
+        return
+    config = read_config(resolve_checkpoint(model))
+    text = config.get("text_config") or config
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
+    reasons = {
+        f"the model's {heads} key-value heads (in config.json) are not a multiple of it": not heads
+        or heads % size != 0,
+        f"every rank would need whole sequences: {family.packing.reason}": (
+            family.packing.carries_state or family.packing.kind == "rows"
+        ),
+        "[model] exact computes whole sequences": exact,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(
+                f"[trainer] context_parallel = {size} does not work, because {reason}",
+                "set context_parallel = 1, or change what it conflicts with",
+            )
 
 
 def load_renderer(

@@ -27,15 +27,11 @@ from sightline.trainer.batch_loss import (
 )
 from sightline.trainer.blocks import count_compiled_graphs
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
-from sightline.trainer.optimizer import lr_scale, set_learning_rate
+from sightline.trainer.optimizer import MasterAdamW, lr_scale, set_learning_rate
 from sightline.trainer.probe import NUM_PASSES, ImageSwapProbe, pick_probe_micro_batch, probe
 from sightline.trainer.shard import (
     call_gathered,
-    can_discard_gradients,
-    discard_gradients,
     full_tensor,
-    release_gathered,
-    set_gradient_sync,
 )
 from sightline.trainer.step_result import (
     MetricSums,
@@ -65,7 +61,7 @@ class _MicroBatchTooLarge(Exception):
 class Learner(LossComputer):
     """Computes training steps."""
 
-    optimizer: torch.optim.AdamW
+    optimizer: MasterAdamW
     steps: int
     vocab_size: int
     seed: int = 0
@@ -150,7 +146,6 @@ class Learner(LossComputer):
                 if (
                     place in halved
                     or self.dims.is_distributed
-                    or not can_discard_gradients(self.sharded)
                     or not split_micro_batch(ready.micro_batches[place].batch)
                 ):
                     raise failure from cause
@@ -160,7 +155,7 @@ class Learner(LossComputer):
                 metric_sums.count("oom_splits", len(halved))
                 return trained
             halved.add(place)
-            discard_gradients(self.sharded, self.optimizer)
+            self.optimizer.zero_grad(set_to_none=True)  # of the failed pass
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -177,8 +172,6 @@ class Learner(LossComputer):
     ) -> list[tuple[MicroBatch, Tensor]]:
         """Add up a minibatch's gradients, with the micro-batches at `halved` in two parts."""
         trained: list[tuple[MicroBatch, Tensor]] = []
-        places = [at for at in minibatch if len(ready.micro_batches[at].batch.trained)]
-        last = max(places, default=-1)
         for place, micro_batch in self._iterate(ready, f"step {ready.step}", minibatch):
             parts = [(micro_batch, prior[place] if prior else None)]
             if place in halved:
@@ -188,12 +181,10 @@ class Learner(LossComputer):
                     for part, trains in whole.split()
                     if trains.any()
                 ]
-            for number, (part, scores) in enumerate(parts, 1):
+            for part, scores in parts:
                 if epoch == 0:
                     metric_sums.count("all_tokens", len(part.batch.token_ids))
                 if len(part.batch.trained) or self.dims.is_distributed:
-                    is_last = place == last and number == len(parts)
-                    set_gradient_sync(self.sharded, self.dims.is_distributed or is_last)
                     try:
                         loss = self.backward(part, metric_sums, step_timer, scores)
                     except torch.OutOfMemoryError as error:
@@ -366,7 +357,6 @@ class Learner(LossComputer):
 
     def update(self, step: int) -> Float[Tensor, ""]:
         """Clip and apply the gradients. Return their norm before clipping, on the device."""
-        release_gathered(self.sharded)
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         parameters = [p for p in trained if p.grad is not None]
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))

@@ -11,12 +11,13 @@ import aiohttp
 import openai
 import pytest
 from agents import LOOK, Says, Worker, agent, calls, listening, picture, picture_url, shown, spelled
+from PIL import Image
 from scripted_policy import ScriptedPolicy
 
 from sightline.envs import Chat
 from sightline.errors import MediaRefused, MessageError
 from sightline.families import load_renderer, registry
-from sightline.media import MediaStore
+from sightline.media import ImageIngestor, MediaStore
 from sightline.message import Message, assistant, user
 from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
@@ -134,6 +135,34 @@ def test_other_chat_formats_also_recognize_their_turns(
 # --- keys
 
 
+def test_a_url_keeps_its_first_image(tiny_model: Path, store: MediaStore, tmp_path: Path) -> None:
+    """An agent sends its history again after the file has changed."""
+    file = tmp_path / "screen.png"
+    resolver = ImageIngestor(store, file_roots=[tmp_path])
+
+    async def rollout(chat: Chat) -> float:
+        part = {"type": "image_url", "image_url": {"url": f"file://{file}"}}
+        history: list[Any] = [{"role": "user", "content": [part]}]
+        async with agent(chat) as client:
+            for color in ("red", "blue"):
+                Image.new("RGB", (64, 64), color).save(file)
+                answer = await client.chat.completions.create(model="m", messages=history)
+                message = answer.choices[0].message.model_dump(exclude_none=True)
+                history += [message, {"role": "user", "content": "go on"}]
+        return 1.0
+
+    async def main() -> Trace:
+        renderer = load_renderer(tiny_model, store)
+        policy = Says([spelled(renderer, assistant(word)) for word in ("one", "two")])
+        async with listening(policy.app()) as address:
+            worker = Worker(tiny_model, store, address, max_tokens=2000, resolver=resolver)
+            return await worker.play(rollout)
+
+    trace = asyncio.run(main())
+    assert not trace.error, trace.error
+    assert len(trace.turns) == 2 and trace.forks == {} and trace.num_images_shown == 1
+
+
 def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaStore) -> None:
     async def main() -> None:
         meeting = asyncio.Barrier(2)
@@ -173,7 +202,7 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
     asyncio.run(main())
 
 
-def test_unknown_key_is_rejected(tiny_model: Path, store: MediaStore) -> None:
+def test_unknown_key_or_content_type_is_rejected(tiny_model: Path, store: MediaStore) -> None:
     async def rollout(chat: Chat) -> float:
         for key in ("", "sk-wrong", chat.api_key + "x", chat.api_key[:-1]):
             for headers in ({"authorization": f"Bearer {key}"}, {"authorization": key}, {}):
@@ -184,6 +213,13 @@ def test_unknown_key_is_rejected(tiny_model: Path, store: MediaStore) -> None:
                     assert answer.status == 401
                     error = (await answer.json())["error"]
                     assert error["code"] == "invalid_api_key" and "api_key" in error["message"]
+        own = {"authorization": f"Bearer {chat.api_key}"}
+        async with (
+            aiohttp.ClientSession(headers=own) as session,
+            session.post(chat.base_url + "/chat/completions", data="text") as answer,
+        ):
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"], error["param"]) == (415, "content_type", None)
         client = openai.AsyncOpenAI(base_url=chat.base_url, api_key="sk-other")
         with pytest.raises(openai.AuthenticationError):
             await client.chat.completions.create(model="m", messages=[shown(0)])
