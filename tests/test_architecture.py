@@ -60,6 +60,8 @@ TORCH_ADDRESSES = (
     "families/*/probe.py",
     "families/*/processor.py",
     "families/*/tiny.py",
+    "families/random_weights.py",
+    "families/safetensors_header.py",
     "families/tiny_checkpoint.py",
     "families/transformers_forward.py",
 )

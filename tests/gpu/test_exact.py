@@ -2,7 +2,7 @@
 
     EXACT_MODEL=DIR pytest tests/gpu/test_exact.py -s -k "samplers or masters"
 
-takes the checkpoint in DIR for the last two tests (`sightline model tiny DIR --size 2b`). They
+takes the checkpoint in DIR for the last two tests (`sightline model random DIR --like 2b`). They
 print the largest difference over EXACT_TOKENS sampled tokens (100,000), and the share of weights
 that changed after 20 steps. The default is a tiny model.
 """

@@ -1,4 +1,7 @@
-"""`sightline model tiny DIR`: create a small checkpoint with random weights."""
+"""`sightline model random DIR`: create a checkpoint with random weights.
+
+`sightline model tiny DIR` is its short form. Without `--like`, the checkpoint is tiny.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +21,47 @@ from sightline.wire.file import disk_errors
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    tiny = actions.add_parser("tiny", help="write a small checkpoint with random weights")
-    tiny.add_argument("folder", type=Path, metavar="DIR", help="folder for the checkpoint")
+    for name, size in (("random", ""), ("tiny", "small ")):
+        text = f"write a {size}checkpoint with random weights"
+        add_options(actions.add_parser(name, help=text))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder for the checkpoint")
     names = registry.family_names()
     first = registry.get_default_family()
-    tiny.add_argument("--family", choices=names, default=first, help="default: %(default)s")
-    tiny.add_argument(
+    parser.add_argument("--family", choices=names, default=first, help="default: %(default)s")
+    parser.add_argument(
+        "--like",
+        metavar="NAME",
+        dest="size",
+        help="tiny, or a published model whose shapes the family knows; an unknown name prints the "
+        "known ones; default: tiny",
+    )
+    parser.add_argument(
         "--type", help="model type of the family; an unknown type prints the known ones"
     )
-    tiny.add_argument(
-        "--size", help="tiny, or a larger size that the family has for benchmarks, such as 2b"
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: that of the model"
     )
-    tiny.add_argument(
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        dest="tokenizer_folder",
+        help="folder with the tokenizer.json of a published model; default: a tiny tokenizer",
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, help="random seed of the weights; default: %(default)s"
     )
-    tiny.add_argument("--force", action="store_true", help="replace the checkpoint in DIR")
+    parser.add_argument("--force", action="store_true", help="replace the checkpoint in DIR")
 
 
 def run(args: argparse.Namespace) -> int:
     check_target(args.folder, args.force)
-    arguments = {"type": args.type, "size": args.size}
+    arguments = {
+        name: getattr(args, name) for name in ("type", "size", "dtype", "tokenizer_folder")
+    }
     options = {name: value for name, value in arguments.items() if value is not None}
     # The first import of torch takes a while.
     print(f"{args.family}: writing {args.folder}", file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ the weights in host memory."""
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -13,14 +12,11 @@ import torch
 from torch import Tensor
 
 from sightline.families.device_copy import PIECE_BYTES
+from sightline.families.safetensors_header import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
+from sightline.families.safetensors_header import build_header
 from sightline.wire.file import disk_errors, hash_file
 from sightline.wire.weights import WeightFile
 
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 Gather = Callable[[Tensor], Tensor]
 NamedTensors = Mapping[str, Tensor]
@@ -127,20 +123,12 @@ def write_tensors(
     The host holds one piece at a time. For stacks of matrices in `transposed`, each matrix is
     written transposed. safetensors' `save_file` would need all tensors in memory at once.
     """
-    sizes = {name: _transpose(name, tensor, transposed).shape for name, tensor in tensors.items()}
-    kinds = {name: resolve_dtype(tensor, dtype) for name, tensor in tensors.items()}
-    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    at = 0
-    for name in sort_names(tensors):
-        nbytes = sizes[name].numel() * kinds[name].itemsize
-        header[name] = {
-            "dtype": SAFETENSORS_DTYPES[kinds[name]],
-            "shape": list(sizes[name]),
-            "data_offsets": [at, at + nbytes],
-        }
-        at += nbytes
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
+    shapes = {
+        name: (
+            _transpose(name, tensors[name], transposed).shape, resolve_dtype(tensors[name], dtype),
+        )
+        for name in sort_names(tensors)
+    }  # fmt: skip
     digest = hashlib.sha256()
     with disk_errors(path), open(path, "wb") as file:
 
@@ -148,7 +136,7 @@ def write_tensors(
             digest.update(data)
             file.write(data)
 
-        write(len(head).to_bytes(8, "little") + head)
+        write(build_header(shapes, metadata))
         for name, gathered in iterate_gathered(tensors, gather):
             for data in iterate_pieces(_transpose(name, gathered, transposed), dtype):
                 write(data)

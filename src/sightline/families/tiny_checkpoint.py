@@ -1,4 +1,4 @@
-"""Generate small random checkpoints for all families.
+"""Generate random checkpoints for all families: tiny ones, and those of published sizes.
 
 A family's folder has two files: `tiny.toml` (tokens, chat templates and architecture sizes) and
 `tiny.json.jinja` (templates for config.json and the other JSON files). Tokenizers are byte-level
@@ -11,9 +11,8 @@ import json
 import os
 import tempfile
 import tomllib
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -31,12 +30,13 @@ from transformers import (
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import hide_pad_warning, write_json
+from sightline.families.random_weights import SHARD_BYTES, draw_vectors, write_random_weights
 from sightline.regular_file import read_text
 from sightline.render.tokenizer import split_words
 
 MAX_TOKENS = 32768
 LARGE_HIDDEN = 1024
-"""The hidden size from which weights are drawn in threads."""
+"""The hidden size from which weights are written as they are drawn."""
 
 # Each role becomes one token. A merge must follow the merges that produce its halves.
 ROLE_MERGES = (
@@ -47,22 +47,41 @@ ROLE_MERGES = (
 )  # fmt: skip
 
 
-def write_tiny_checkpoint(
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint without its weights."""
+
+    settings: dict[str, Any]
+    tokenizer: Tokenizer
+    files: dict[str, dict[str, Any]]
+    """The JSON files by name."""
+    template: str
+    experts: str | None
+    """The layout of experts in files. See `lay_out_weights`."""
+    fills_constants: bool
+
+    def build(self, device: str) -> Any:
+        """Build the model, with the values that transformers draws on a CPU."""
+        config = self.files["config.json"]
+        auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+        dtype = getattr(torch, self.settings["dtype"])
+        with torch.device(device):
+            return auto.from_config(AutoConfig.for_model(**config), dtype=dtype)
+
+
+def describe_checkpoint(
     family: Path,
-    path: Path,
-    seed: int = 0,
     size: str = "tiny",
     *,
     extra_merges: Sequence[tuple[str, str]] = (),
     words: str = "",
-    prepare: Callable[[Any, Mapping[str, Any]], None] | None = None,
+    tokenizer_folder: Path | None = None,
     **options: Any,
-) -> None:
-    """Write the checkpoint described by folder `family` into folder `path`.
+) -> Description:
+    """Describe a checkpoint with the data files of folder `family`.
 
     `options` override the numbers in tiny.toml. `words` is the word pattern if tiny.toml has none.
-    `prepare(model, settings)` may rescale the drawn weights. Equal arguments produce equal bytes.
-    Each file is written atomically, and config.json is written last.
+    `tokenizer_folder` holds the tokenizer.json of a published model.
     """
     tables = tomllib.loads(read_text(family / "tiny.toml"))
     settings = _read_settings(tables["sizes"], size, options)
@@ -70,36 +89,91 @@ def write_tiny_checkpoint(
     if kind not in tables["types"]:
         raise FamilyError(f"no type {kind!r}", f"use one of {', '.join(tables['types'])}")
     description = {"words": words, **tables["tokenizer"], **tables["types"][kind]}
-    merges = [(left, right) for left, right in description.get("merges", ())]
-    tokenizer = build_bpe_tokenizer(
-        (*ROLE_MERGES, *merges, *extra_merges),
-        split_words(description["words"]),
-        description["special"],
-        description.get("plain", ()),
-        normalizers.NFC() if description.get("normalizes") else None,
-    )
-    files = _build_files(family, {**description, **settings}, tokenizer)
-    config = AutoConfig.for_model(**files["config.json"])
-    sees = "vision_config" in files["config.json"]
-    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    is_large = settings["hidden"] >= LARGE_HIDDEN
-    std = settings["initializer_std"]
-    with torch.random.fork_rng(devices=[]), torch.device("meta" if is_large else "cpu"):
-        torch.manual_seed(seed)
-        model = auto.from_config(config, dtype=getattr(torch, settings["dtype"]))
-        if description.get("fills_constants"):
-            _fill_constants(model, std)
-    if prepare is not None:
-        prepare(model, settings)
-    if is_large:
-        parameters = draw_weights(dict(model.named_parameters()), seed, std)
+    if tokenizer_folder is not None:
+        tokenizer = _read_tokenizer(tokenizer_folder, description["special"])
     else:
-        parameters = _drop_tied_weights(model)
-    weights = dict(_lay_out_experts(parameters, description.get("experts")))
+        merges = [(left, right) for left, right in description.get("merges", ())]
+        tokenizer = build_bpe_tokenizer(
+            (*ROLE_MERGES, *merges, *extra_merges),
+            split_words(description["words"]),
+            description["special"],
+            description.get("plain", ()),
+            normalizers.NFC() if description.get("normalizes") else None,
+        )
+    num_tokens, rows = tokenizer.get_vocab_size(with_added_tokens=True), settings.get("vocab", 0)
+    if 0 < rows < num_tokens:
+        raise FamilyError(
+            f"the tokenizer has {num_tokens:,} tokens, and size {size!r} {rows:,} rows",
+            "choose a size of the tokenizer's own models",
+        )
     template = read_text(family / description["template"])
     for flag, value in description.get("flags", {}).items():
         template = f"{{%- set {flag} = {json.dumps(value)} -%}}\n{template}"
-    write_checkpoint(Path(path), files, tokenizer, template, model, weights)
+    return Description(
+        settings, tokenizer, _build_files(family, {**description, **settings}, tokenizer), template,
+        description.get("experts"), description.get("fills_constants", False),
+    )  # fmt: skip
+
+
+def write_tiny_checkpoint(
+    family: Path,
+    path: Path,
+    seed: int = 0,
+    size: str = "tiny",
+    *,
+    prepare: Callable[[Any, Mapping[str, Any]], None] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    **options: Any,
+) -> None:
+    """Write the checkpoint that `describe_checkpoint(family, size, **options)` describes to `path`.
+
+    `prepare(model, settings)` may rescale the drawn weights. Equal arguments produce equal bytes.
+    Each file is written atomically, and config.json is written last.
+    """
+    described = describe_checkpoint(family, size, **options)
+    is_large = described.settings["hidden"] >= LARGE_HIDDEN
+    std = described.settings["initializer_std"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = described.build("meta" if is_large else "cpu")
+        if described.fills_constants:
+            _fill_constants(model, std)
+    if prepare is not None:
+        prepare(model, described.settings)
+    weights = lay_out_weights(model, described.experts)
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path, prefix=".tiny-") as name:
+        folder = Path(name)
+        if is_large:
+            vectors = draw_vectors(model, seed)
+            write_random_weights(folder, weights, vectors, seed, std, shard_bytes)
+        else:
+            save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        write_other_files(folder, described, model)
+        for file in sorted(os.listdir(folder), key=lambda file: (file == "config.json", file)):
+            os.replace(folder / file, path / file)
+
+
+def lay_out_weights(model: Any, experts: str | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint's files by name. A shared one keeps its first name."""
+    by_id: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        by_id.setdefault(id(tensor), (name, tensor.detach().contiguous()))
+    return dict(_lay_out_experts(dict(by_id.values()), experts))
+
+
+def _read_tokenizer(folder: Path, needed: Sequence[str]) -> Tokenizer:
+    """Return a published model's tokenizer. Check that it has the tokens that the family needs."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise FamilyError(f"{folder} has no tokenizer.json", "name a folder with the file")
+    tokenizer = Tokenizer.from_file(str(file))
+    if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
+        raise FamilyError(
+            f"{file} has no token {missing[0]}", "take the tokenizer of a model of this family"
+        )
+    return tokenizer
 
 
 def _read_settings(
@@ -110,7 +184,8 @@ def _read_settings(
         raise FamilyError(f"no size {size!r}", f"use one of {', '.join(sizes)}")
     for key in options.keys() - sizes["tiny"].keys():
         raise FamilyError(f"no option {key!r}", f"use one of {', '.join(sorted(sizes['tiny']))}")
-    return {**sizes["tiny"], **sizes[size], **options}
+    base = {} if size == "tiny" else _read_settings(sizes, sizes[size].get("base", "tiny"), {})
+    return {**base, **sizes[size], **options}
 
 
 def _build_files(
@@ -121,9 +196,8 @@ def _build_files(
     added = tokenizer.get_added_tokens_decoder()
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     text = environment.from_string(read_text(family / "tiny.json.jinja")).render(
-        settings,
+        {"max_tokens": MAX_TOKENS, **settings},
         refuse=_refuse,
-        max_tokens=MAX_TOKENS,
         token_id=tokenizer.token_to_id,
         vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
         special_tokens=[token.content for token in added.values() if token.special],
@@ -153,14 +227,6 @@ def _fill_constants(model: torch.nn.Module, std: float) -> None:
             torch.nn.init.normal_(parameter, std=std)
 
 
-def _drop_tied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights by name. A shared tensor keeps only its first name."""
-    by_address: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in model.state_dict().items():
-        by_address.setdefault(tensor.data_ptr(), (name, tensor.contiguous()))
-    return dict(by_address.values())
-
-
 def _lay_out_experts(
     weights: Mapping[str, torch.Tensor], layout: str | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -182,55 +248,24 @@ def _lay_out_experts(
                     yield f"{folder}.{expert}.{own}.weight", matrix.contiguous()
 
 
-def write_checkpoint(
-    path: Path,
-    files: Mapping[str, dict[str, Any]],
-    tokenizer: Tokenizer,
-    chat_template: str,
-    model: Any,
-    weights: dict[str, torch.Tensor],
-) -> None:
-    """Write a checkpoint into folder `path`.
+def write_other_files(folder: Path, described: Description, model: Any) -> None:
+    """Write the tokenizer, its template and the JSON files.
 
     `save_pretrained` is not used for weights, because it prints a progress bar and creates a file
     that only its owner can read.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path, prefix=".tiny-") as name:
-        folder = Path(name)
-        tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "chat_template.jinja").write_text(chat_template)
-        for file in files.keys() - {"config.json", "generation_config.json"}:
-            write_json(folder / file, files[file])
-        hide_pad_warning()
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        (folder / "model.safetensors").chmod(0o644)
-        sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-        GenerationConfig(**sampling, **files["generation_config.json"]).save_pretrained(folder)
-        for file in sorted(os.listdir(folder), key=lambda file: (file == "config.json", file)):
-            os.replace(folder / file, path / file)
-
-
-def draw_weights(
-    shapes: Mapping[str, torch.Tensor], seed: int, std: float
-) -> dict[str, torch.Tensor]:
-    """Return random values for tensors on the meta device, drawn in threads.
-
-    Norms are 1, biases are 0, and other values are normal with standard deviation `std`. A tensor's
-    values depend on its name and `seed`.
-    """
-
-    def draw(name: str) -> torch.Tensor:
-        values = torch.empty_like(shapes[name], device="cpu")
-        if values.dim() < 2:
-            return values.fill_(name.endswith("weight"))
-        key = zlib.crc32(f"{seed} {name}".encode())
-        return values.normal_(std=std, generator=torch.Generator().manual_seed(key))
-
-    with ThreadPoolExecutor(os.cpu_count(), "weights") as pool:
-        return dict(zip(shapes, pool.map(draw, shapes), strict=True))
+    described.tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(described.template)
+    files = described.files
+    for name in files.keys() - {"config.json", "generation_config.json"}:
+        write_json(folder / name, files[name])
+    hide_pad_warning()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(0o644)
+    sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    GenerationConfig(**sampling, **files["generation_config.json"]).save_pretrained(folder)
 
 
 def build_bpe_tokenizer(

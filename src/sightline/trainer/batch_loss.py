@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
@@ -197,6 +197,13 @@ class PriorScores:
     logprobs: Float[Tensor, " tokens"]
     values: Float[Tensor, " tokens"] | None = None
     teacher_logprobs: Float[Tensor, " tokens"] | None = None
+
+    def select(self, tokens: Bool[np.ndarray, " trained"]) -> PriorScores:
+        places = torch.from_numpy(np.flatnonzero(tokens)).to(self.logprobs.device)
+        values, teacher = (
+            None if s is None else s[places] for s in (self.values, self.teacher_logprobs)
+        )
+        return PriorScores(self.logprobs[places], values, teacher)
 
 
 def to_host(scores: Tensor | None) -> np.ndarray | None:

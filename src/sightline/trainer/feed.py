@@ -26,7 +26,7 @@ from msgspec.structs import replace as replace_fields
 from sightline.algo.algorithm import Algorithm, RolloutBatch, compute_advantages
 from sightline.algo.credit import AggregationFunction, by_tokens
 from sightline.errors import MediaError, Misaligned, WireError
-from sightline.pack import PackSize, pack, truncate
+from sightline.pack import PackSize, pack, split_micro_batch, truncate
 from sightline.trainer.bad_media import (
     BadMediaError,
     BadMediaPolicy,
@@ -61,6 +61,16 @@ class ReadyMicroBatch:
     def patch_starts(self) -> Int[np.ndarray, " starts"]:
         """Return the index in `made` at which each item starts, and the number of patches."""
         return np.cumsum([0, *(entry.item.num_patches for entry in self.batch.items)])
+
+    def split(self) -> list[tuple[ReadyMicroBatch, np.ndarray]]:
+        """Return two parts, and which trained tokens each one has; nothing for one rollout."""
+        parts: list[tuple[ReadyMicroBatch, np.ndarray]] = []
+        for part in split_micro_batch(self.batch):
+            made, starts = None, self.patch_starts
+            if self.made is not None and part.items:
+                made = np.concatenate([self.made[starts[i] : starts[i + 1]] for i in part.items])
+            parts.append((replace(self, batch=part.batch, made=made), part.trains))
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +141,13 @@ class ReadyBatch:
                 yield place, ready
                 continue
             patches = ready.pixels.take(ready.batch)
-            if place + 1 in places and self.micro_batches[place + 1].made is None:
-                ready.pixels.start(self.micro_batches[place + 1].batch)
-            yield place, replace(ready, made=patches)
-            del patches
-            ready.pixels.release(ready.batch)
+            try:
+                if place + 1 in places and self.micro_batches[place + 1].made is None:
+                    ready.pixels.start(self.micro_batches[place + 1].batch)
+                yield place, replace(ready, made=patches)
+            finally:  # also if an out-of-memory error ends the iteration
+                del patches
+                ready.pixels.release(ready.batch)
 
     @property
     def bad(self) -> dict[str, int]:

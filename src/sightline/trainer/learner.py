@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sightline.errors import ProcessFailed, TrainingDiverged
+from sightline.pack import split_micro_batch
 from sightline.pixels import PixelCacheStats
 from sightline.trainer.alignment_checks import check_micro_batch
 from sightline.trainer.batch_loss import (
@@ -44,9 +46,22 @@ from sightline.trainer.step_result import (
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire.micro_batch import MicroBatch
 
-SUM_NAMES = ("all_tokens", "loss", "loss_tokens", "differing_routes", "routes")
+SUM_NAMES = (
+    "all_tokens",
+    "loss",
+    "loss_tokens",
+    "differing_routes",
+    "routes",
+    "oom_splits",
+)
 METRIC = "algorithm "
 """Prefix of an algorithm's own metrics among the sums."""
+
+
+class _MicroBatchTooLarge(Exception):
+    def __init__(self, place: int, failure: ProcessFailed) -> None:
+        super().__init__(place)
+        self.place, self.failure = place, failure
 
 
 @dataclass(kw_only=True)
@@ -122,19 +137,68 @@ class Learner(LossComputer):
         metric_sums: MetricSums,
         step_timer: StepTimer,
     ) -> list[tuple[MicroBatch, Tensor]]:
-        """Add up a minibatch's gradients. Return its micro-batches with their logprobs."""
+        """Add up a minibatch's gradients. Return its micro-batches with their logprobs.
+
+        After an out-of-memory error, the minibatch starts again without gradients, and the
+        micro-batch that did not fit is split. Other ranks would wait in collectives, so only a
+        single rank can do this.
+        """
+        halved: set[int] = set()
+        while True:
+            sums = MetricSums(())
+            try:
+                trained = self._accumulate(ready, minibatch, prior, epoch, sums, step_timer, halved)
+            except _MicroBatchTooLarge as error:
+                place, failure, cause = error.place, error.failure, error.__cause__
+                if (
+                    place in halved
+                    or self.dims.is_distributed
+                    or not split_micro_batch(ready.micro_batches[place].batch)
+                ):
+                    raise failure from cause
+                del cause  # its frames hold the activations
+            else:
+                metric_sums.merge(sums)
+                metric_sums.count("oom_splits", len(halved))
+                return trained
+            halved.add(place)
+            self.optimizer.zero_grad(set_to_none=True)  # of the failed pass
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _accumulate(
+        self,
+        ready: ReadyBatch,
+        minibatch: range,
+        prior: list[PriorScores],
+        epoch: int,
+        metric_sums: MetricSums,
+        step_timer: StepTimer,
+        halved: Set[int],
+    ) -> list[tuple[MicroBatch, Tensor]]:
+        """Add up a minibatch's gradients, with the micro-batches at `halved` in two parts."""
         trained: list[tuple[MicroBatch, Tensor]] = []
         for place, micro_batch in self._iterate(ready, f"step {ready.step}", minibatch):
-            if epoch == 0:
-                metric_sums.count("all_tokens", len(micro_batch.batch.token_ids))
-            if len(micro_batch.batch.trained) or self.dims.is_distributed:
-                scores = prior[place] if prior else None
-                try:
-                    loss = self.backward(micro_batch, metric_sums, step_timer, scores)
-                except torch.OutOfMemoryError as error:
-                    raise self._build_memory_error(micro_batch.batch, ready.step, error) from error
-                trained.append((micro_batch.batch, loss.logprobs))
-            del micro_batch  # frees its pixels before the next ones are made
+            parts = [(micro_batch, prior[place] if prior else None)]
+            if place in halved:
+                parts = [
+                    (part, scores and scores.select(trains))
+                    for whole, scores in parts
+                    for part, trains in whole.split()
+                    if trains.any()
+                ]
+            for part, scores in parts:
+                if epoch == 0:
+                    metric_sums.count("all_tokens", len(part.batch.token_ids))
+                if len(part.batch.trained) or self.dims.is_distributed:
+                    try:
+                        loss = self.backward(part, metric_sums, step_timer, scores)
+                    except torch.OutOfMemoryError as error:
+                        failure = self._build_memory_error(part.batch, ready.step, error)
+                        raise _MicroBatchTooLarge(place, failure) from error
+                    trained.append((part.batch, loss.logprobs))
+            del micro_batch, part, parts  # frees its pixels before the next ones are made
         return trained
 
     def _iterate(
@@ -192,13 +256,16 @@ class Learner(LossComputer):
     def _build_memory_error(
         self, batch: MicroBatch, step: int, error: torch.OutOfMemoryError
     ) -> ProcessFailed:
-        fixes = ["lower [trainer] micro_batch_tokens"]
+        num_rollouts = len({origin.trace_id for origin in batch.origins})
+        shorter = "micro_batch_tokens" if num_rollouts > 1 else "max_sequence_tokens"
+        fixes = [f"lower [trainer] {shorter}"]
         if not self.config.activation_checkpointing:
             fixes.insert(0, "set [trainer] activation_checkpointing = true")
         fixes.append("leave the trainer more of the GPU ([inference] gpu_memory_utilization)")
         return ProcessFailed(
             f"step {step}: no memory of {self.device} is left for a micro-batch of "
-            f"{len(batch.token_ids)} tokens and {batch.num_patches} patches of images "
+            f"{len(batch.token_ids)} tokens and {batch.num_patches} patches of images, with "
+            f"{num_rollouts} {'rollouts' if num_rollouts > 1 else 'rollout'} "
             f"({str(error).partition('. ')[0]})",
             ", or ".join(fixes),
         )
@@ -334,4 +401,5 @@ class Learner(LossComputer):
             "images": float(ready.num_slots),
             "distinct_images": float(ready.num_items),
             "bad_media": float(len(ready.dropped)),
+            "oom_splits": sums["oom_splits"],
         }

@@ -32,13 +32,19 @@ class MetricSums:
 
     def count(self, name: str, value: float) -> None:
         """Add a number from the host."""
-        self._host[name] += value
+        self._host[name] = self._host.get(name, 0.0) + value
 
     def add(self, name: str, value: Num[Tensor, ""]) -> None:
         """Add a number from the device. All sums are in float64."""
         value = value.detach().double()
         known = self._device.get(name)
         self._device[name] = value if known is None else known + value
+
+    def merge(self, other: MetricSums) -> None:
+        for name, number in other._host.items():
+            self._host[name] = self._host.get(name, 0.0) + number
+        for name, value in other._device.items():
+            self.add(name, value)
 
     def read(self) -> dict[str, float]:
         """Return all sums, with one copy from the device."""
