@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -191,9 +192,7 @@ def plan_activations(
     if not file.lora.rank:
         head += itemsize * model.vocab * model.hidden  # its gradient, before it is added
     scored = min(size.trained, CHUNK_TOKENS) * model.vocab * SCORED_LOGIT
-    work = max(
-        head, block * size.tokens, tower_block * size.patches - text, scored - text - tower
-    )
+    work = max(head, block * size.tokens, tower_block * size.patches - text, scored - text - tower)
     return {
         "activations": text,
         "activations of images": tower,
@@ -219,9 +218,7 @@ def plan_server(file: RunFile, model: ModelMemory, limit: int, on_gpu: bool) -> 
     return items
 
 
-def divide_gpu(
-    file: RunFile | SftFile, measure: Measure, memory: int
-) -> RunFile | SftFile | None:
+def divide_gpu(file: RunFile | SftFile, measure: Measure, memory: int) -> RunFile | SftFile | None:
     """Set the micro-batches and the servers' share of a GPU of `memory` bytes, where unset, if the
     trainer shares it. The largest micro-batches that fit are chosen. Return None if none fit."""
     if not isinstance(file, RunFile) or not file.shares_gpu:
@@ -246,8 +243,8 @@ def _find_share(file: RunFile, model: ModelMemory, memory: int) -> float:
     on = next(p.device for p in plan.processes if not p.name.startswith("trainer"))
     used = sum(p.total for p in plan.processes if p.name.startswith("trainer") and p.device == on)
     full = sum(plan_server(file, model, 1 << 60, True).values())
-    wanted = min((plan.capacity - used) / file.num_servers, 1.01 * full)
-    return max(1, int(100 * wanted / memory)) / 100
+    left = math.floor(100 * (plan.capacity - used) / file.num_servers / memory)
+    return max(1, min(left, math.ceil(100 * full / memory))) / 100
 
 
 def find_fix(file: RunFile | SftFile, measure: Measure, memory: int, on_gpu: bool = True) -> str:

@@ -2,9 +2,9 @@
 
 For the backward pass a block keeps, per row (a token, or a patch of an image):
 
-    compiled        inputs and outputs of its matrix products, each once, and rotated queries and keys
-    not compiled    also the float32 input and the normalized values of its norms, and the gate
-    recomputed      the block's input; with a compiler, attention's operands and output too
+    compiled        each input and output of its matrix products once; rotated queries and keys
+    not compiled    also the float32 input of its norms, and the activated gate
+    recomputed      the block's input; compiled text blocks also attention's operands and output
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 from torch import nn
@@ -42,11 +43,12 @@ class BlockRow(NamedTuple):
     """Inputs and outputs of matrix products, and rotated queries and keys."""
     attention: int
     """Attention's operands and output, which `products` includes."""
-    normalized: int = 0
-    gated: int = 0
+    normalized: int
+    """Elements that pass through norms."""
+    gated: int
+    """Elements of the activated gate."""
 
     def kept_bytes(self, itemsize: int, is_compiled: bool) -> int:
-        # A norm keeps its float32 input, instead of the original, and the normalized values.
         extra = 0 if is_compiled else 4 * self.normalized + itemsize * self.gated
         return itemsize * self.products + extra
 
@@ -76,6 +78,7 @@ class ModelMemory:
     price: CostModel
 
 
+@lru_cache(maxsize=8)
 def measure_model(model: ModelConfig, lora: LoraConfig) -> ModelMemory:
     """Build the model without weights and count. The checkpoint needs no weights."""
     path = resolve_checkpoint(model.path)
