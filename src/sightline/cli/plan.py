@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     divided = memory_plan.divide_gpu(file, memory_plan.measure, memory) if on_gpu else file
     chosen = divided or file
     plan = memory_plan.plan_memory(chosen, memory_plan.measure(chosen), memory, on_gpu)
-    print_plan(plan)
+    print_plan(plan, on_gpu)
     if divided is not file and isinstance(divided, RunFile):
         print(memory_plan.describe_choice(divided))
     if plan.fits and divided:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return 1
 
 
-def print_plan(plan: MemoryPlan) -> None:
+def print_plan(plan: MemoryPlan, on_gpu: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -75,9 +75,10 @@ def print_plan(plan: MemoryPlan) -> None:
     table.add_row("may use", *(_format(process.limit) for process in processes))
     console.print(table)
     size = plan.size
+    speed = f": about {plan.micro_batch_s:.2f} s each at the speed of an H200, compiled"
     print(
-        f"micro-batches of {size.tokens:,} tokens and up to {size.patches:,} patches: "
-        f"about {plan.micro_batch_s:.2f} s each at the speed of an H200, compiled"
+        f"micro-batches of {size.tokens:,} tokens and up to {size.patches:,} patches"
+        f"{speed if on_gpu else ''}"
     )
 
 

@@ -106,7 +106,7 @@ class RunFile(_TrainingFile):
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether trainer ranks and servers of the run use the same GPU, if there is one."""
+        """True if a trainer rank and servers of the run use the same GPU, if there is one."""
         return any(map(self._has_servers_gpu, range(self.trainer.ranks)))
 
     def get_trainer_memory_share(self, rank: int) -> float:

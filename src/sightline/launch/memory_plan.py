@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sightline.algo.algorithms import Supervised, load_algorithm
 from sightline.compute.weight_transport import find_transport
@@ -218,7 +218,7 @@ def plan_server(file: RunFile, model: ModelMemory, limit: int, on_gpu: bool) -> 
     return items
 
 
-def divide_gpu(file: RunFile | SftFile, measure: Measure, memory: int) -> RunFile | SftFile | None:
+def divide_gpu(file: AnyRun, measure: Measure, memory: int) -> AnyRun | None:
     """Set the micro-batches and the servers' share of a GPU of `memory` bytes, where unset, if the
     trainer shares it. The largest micro-batches that fit are chosen. Return None if none fit."""
     if not isinstance(file, RunFile) or not file.shares_gpu:
@@ -227,7 +227,10 @@ def divide_gpu(file: RunFile | SftFile, measure: Measure, memory: int) -> RunFil
     if tokens is not None and share is not None:
         return file
     model = measure(file)
-    for size in [tokens] if tokens else range(MAX_TOKENS, 0, -TOKEN_STEP):
+    longest = file.trainer.max_sequence_tokens or file.inference.max_model_len
+    largest = max(MAX_TOKENS, -(-longest // TOKEN_STEP) * TOKEN_STEP)
+    # Samples are not split, so smaller micro-batches than the longest sample save nothing.
+    for size in [tokens] if tokens else range(largest, longest - 1, -TOKEN_STEP):
         candidate = _set(file, "trainer", "micro_batch_tokens", size)
         if share is None:
             chosen = _find_share(candidate, model, memory)
@@ -247,7 +250,7 @@ def _find_share(file: RunFile, model: ModelMemory, memory: int) -> float:
     return max(1, min(left, math.ceil(100 * full / memory))) / 100
 
 
-def find_fix(file: RunFile | SftFile, measure: Measure, memory: int, on_gpu: bool = True) -> str:
+def find_fix(file: AnyRun, measure: Measure, memory: int, on_gpu: bool = True) -> str:
     """Return the settings with which the run fits."""
     removed, added = [], []
     for section, name, value in SAVERS:
@@ -268,10 +271,10 @@ def find_fix(file: RunFile | SftFile, measure: Measure, memory: int, on_gpu: boo
     return "use a larger device, more trainer ranks, or a smaller model"
 
 
-def fill_in(file: AnyRun) -> AnyRun:
+def fill_in(file: RunFile) -> RunFile:
     """Return the run file with settings planned for the GPU of this machine, and print them."""
-    shares = isinstance(file, RunFile) and file.shares_gpu
-    if not shares or runs_on_cpu(file.trainer.device):
+    numbers = file.trainer.micro_batch_tokens, file.inference.gpu_memory_utilization
+    if not file.shares_gpu or None not in numbers or runs_on_cpu(file.trainer.device):
         return file
     from sightline.compute.model import read_gpu_memory
 
@@ -283,9 +286,8 @@ def fill_in(file: AnyRun) -> AnyRun:
             f"{memory / 1e9:.0f} GB of their GPU. `sightline plan` prints what each holds",
             find_fix(file, measure, memory),
         )
-    if divided is not file:
-        print(describe_choice(divided))
-    return cast(AnyRun, divided)
+    print(describe_choice(divided))
+    return divided
 
 
 def describe_choice(file: RunFile) -> str:
