@@ -242,6 +242,16 @@ def test_body_larger_than_any_sequence_is_not_decoded(client: Client, settings: 
     connection.close()
 
 
+def test_prompt_and_answer_share_the_length_of_a_sequence(
+    client: Client, settings: ServerSpec
+) -> None:
+    prompt = [5] * (settings.inference.max_model_len - 3)
+    assert client.generate(prompt, params=SamplingParams(max_tokens=3)).choices[0].token_ids
+    request = {"token_ids": prompt, "sampling_params": {"max_tokens": 4}}
+    error = client.refused(json.dumps(request).encode())
+    assert (error.code, error.type, error.path) == (400, "too_long", "token_ids")
+
+
 @pytest.mark.parametrize("piece", [b"[],", b'{"a":1},', b"1000,"], ids=["lists", "dicts", "ids"])
 def test_json_with_too_many_values_is_not_decoded(
     client: Client, settings: ServerSpec, piece: bytes

@@ -30,6 +30,8 @@ from sightline.pack import PackSize
 from sightline.pack.truncate import truncate_sample
 from sightline.pixels import Materializer
 from sightline.render import Bridged
+from sightline.trace import PolicySpan, Trace, flatten
+from sightline.trace.node import ROOT
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.sft import build_sample
@@ -248,6 +250,16 @@ def test_truncation_cuts_between_video_steps(filming: Any, videos: list[VideoPar
         filming.family.positions(len(cut.token_ids), placed)
 
 
+def test_every_step_trains_with_its_own_item(filming: Any, videos: list[VideoPart]) -> None:
+    renderer, trace = filming.renderer, Trace(id="t", reward=1.0)
+    turn = trace.extend(ROOT, [user(videos[0], "or", videos[1])], renderer)
+    ids = [renderer.stop_token_ids[0]]
+    turn.commit(ids, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
+    (sample,) = flatten(trace)
+    assert len(sample.items) == len(turn.slots) > 2
+    assert [sample.items[slot.item] for slot in sample.slots] == [s.item for s in turn.slots]
+
+
 # -- against transformers
 
 
@@ -426,7 +438,9 @@ def test_video_file_is_decoded_once_for_all_steps(filming: Any) -> None:
     materializer = Materializer(filming.family, filming.store, 1 << 24)
     items = [step.item for step in filming.family.steps(part)]
     for item, flight in materializer.iterate(items, 1 << 24):
-        assert flight.result().patches.shape[0] == item.num_patches
+        patches = flight.result().patches
+        assert patches.shape[0] == item.num_patches
+        assert patches.nbytes == materializer.count_bytes(item), "the budget counts every frame"
     assert part.ref is not None
     assert materializer._videos._get(part.ref).num_starts == 1
     materializer.close()

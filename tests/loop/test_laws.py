@@ -129,6 +129,11 @@ def test_scores_cover_every_trained_token(run_dir: RunDir) -> None:
             assert node.num_sampled == origin.stop - origin.start
 
 
+def test_the_run_held_a_lease_on_its_images_until_its_end(run_dir: RunDir) -> None:
+    leases = run_dir.media / ".leases"
+    assert leases.is_dir() and list(leases.iterdir()) == []
+
+
 def test_gc_keeps_every_image_the_run_refers_to(run_dir: RunDir) -> None:
     done = sightline("media", "gc", "--run", run_dir.path, "--min-age-s", "0", cwd=run_dir.path)
     run_summary = summary(run_dir)

@@ -1,7 +1,7 @@
 r"""One rank of a trainer that takes one step and writes what came of it.
 
 python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT \
-    [frozen|lora|lost|kept|one|with_text|probe|blind|critic]
+    [frozen|lora|lost|kept|one|with_text|probe|blind|critic|context=N]
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from sightline.trainer.build import build_pixels  # noqa: E402
 from sightline.trainer.distribute import distribute, estimate_price, read_shares  # noqa: E402
 from sightline.trainer.feed import BatchPreparer  # noqa: E402
 from sightline.trainer.lora import build_merge_gather, plain_parameters  # noqa: E402
-from sightline.trainer.parallel_dims import ParallelDims  # noqa: E402
 from sightline.trainer.probe import pick_probe_micro_batch  # noqa: E402
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo  # noqa: E402
 from sightline.trainer.sft import build_sample  # noqa: E402
@@ -67,11 +66,13 @@ def main() -> None:
     model, store, out = Path(sys.argv[5]), MediaStore(Path(sys.argv[6])), Path(sys.argv[7])
     frozen = "frozen" in sys.argv[8:]
     words = sys.argv[8:]
+    context = int(next((w for w in words if w.startswith("context=")), "context=1").split("=")[1])
     trainer = making.trainer_config(
         lr=1e-4 if "critic" in words else 1e-2,
         max_grad_norm=1e9,
         activation_checkpointing="recompute" in words,
         compile_backend="aot_eager" if "compile" in words else "",
+        context_parallel=context,
     )
     lora = LoraConfig(rank=4, vision_targets=("*",)) if "lora" in words else LoraConfig()
     dtype = "bfloat16" if "mixed" in words else "float32"
@@ -135,6 +136,7 @@ def main() -> None:
         "shows": [bool(m.batch.items) for m in ready.micro_batches],
         "patches": sum(len(p) for p in patches),
         "updates": num_updates,
+        "context": learner.dims.context_group.size() if learner.dims.context_group else 1,
     }
     (out / f"rank{rank}.json").write_text(json.dumps(note_rank))
     if ranks.is_lead:
@@ -208,7 +210,7 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     lead = LeadChannel(ranks)
     lead.wait_until_loaded()
     price = estimate_price(learner.forward)
-    return [distribute(ready, lead, ParallelDims.of(ranks), price)]
+    return [distribute(ready, lead, learner.dims, price)]
 
 
 def with_loss(all_samples, store):  # type: ignore[no-untyped-def]

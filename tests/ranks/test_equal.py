@@ -113,7 +113,34 @@ def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
 def test_loss_and_gradients_match_one_rank(
     step: Callable[..., Found], family: str, options: dict[str, str], size: int
 ) -> None:
-    alone, together = step(family, options, 1), step(family, options, size)
+    check_equal(step(family, options, 1), step(family, options, size))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "size", "words"),
+    [
+        ("qwen_vl", {}, 2, ()),  # several micro-batches, some without an image
+        ("qwen_vl", {}, 4, ("one",)),  # one micro-batch, packed as trees
+        pytest.param("qwen_vl", {"type": "qwen3_vl_moe"}, 2, (), marks=pytest.mark.thorough),
+        pytest.param("kimi_k25", {}, 2, (), marks=pytest.mark.thorough),
+        pytest.param("glm_v", {}, 4, (), marks=pytest.mark.thorough),
+        pytest.param("qwen_vl", {}, 2, ("frozen",), marks=pytest.mark.thorough),
+        pytest.param("qwen_vl", {}, 2, ("recompute",), marks=pytest.mark.thorough),
+    ],
+)
+def test_ranks_that_divide_the_tokens_match_one_rank(
+    step: Callable[..., Found],
+    family: str,
+    options: dict[str, str],
+    size: int,
+    words: tuple[str, ...],
+) -> None:
+    divided = step(family, options, size, "context=2", *words)
+    check_equal(step(family, options, 1, *words), divided)
+    assert {rank["context"] for rank in divided.ranks} == {2}
+
+
+def check_equal(alone: Found, together: Found) -> None:
     assert together.gradients.keys() == alone.gradients.keys()
     for name, gradient in alone.gradients.items():
         off = float((together.gradients[name] - gradient).norm())
@@ -126,6 +153,8 @@ def test_loss_and_gradients_match_one_rank(
         ours = together.metrics[name]
         assert (ours is None) == (value is None), name
         assert value is None or math.isclose(ours, value, rel_tol=1e-5, abs_tol=1e-7), name
+    named = [[(trace, node) for trace, node, _ in found.scores] for found in (alone, together)]
+    assert named[0] == named[1]
 
 
 @pytest.mark.thorough

@@ -318,6 +318,9 @@ class TrainerConfig(ConfigSection):
     """Device of the trainer: cpu, cuda or auto."""
     ranks: Mutable[int] = Field(1, ge=1)
     """Number of trainer processes that share the model and the work."""
+    context_parallel: Mutable[int] = Field(1, ge=1)
+    """Number of ranks that divide the tokens of each micro-batch, for long sequences. It must
+    divide `ranks` and the model's key-value heads."""
     address: Mutable[str] = "127.0.0.1"
     """Address at which rank 0 listens for the other ranks, including those on other machines."""
     stall_timeout_s: Mutable[float] = Field(900.0, ge=0)

@@ -138,6 +138,32 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
     return family
 
 
+def check_context_parallel(
+    family: Family, model: str | Path, ranks: int, size: int, exact: bool
+) -> None:
+    """Raise if `ranks` cannot divide the tokens of a micro-batch in groups of `size`."""
+    if size == 1:
+        return
+    config = read_config(resolve_checkpoint(model))
+    text = config.get("text_config") or config
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
+    reasons = {
+        f"[trainer] ranks = {ranks} is not a multiple of it": ranks % size != 0,
+        f"the model's {heads} key-value heads (in config.json) are not a multiple of it": not heads
+        or heads % size != 0,
+        f"every rank would need whole sequences: {family.packing.reason}": (
+            family.packing.carries_state or family.packing.kind == "rows"
+        ),
+        "[model] exact computes whole sequences": exact,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(
+                f"[trainer] context_parallel = {size} does not work, because {reason}",
+                "set context_parallel = 1, or change what it conflicts with",
+            )
+
+
 def load_renderer(
     model: str | Path,
     store: MediaStore,

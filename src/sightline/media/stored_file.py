@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from sightline.errors import MediaCorrupt, MediaError
-from sightline.media.files import BLOBS
+from sightline.media.files import BLOBS, sync_directory
 from sightline.media.open import is_address, open_store
 from sightline.media.store import MediaStore
 from sightline.regular_file import open_file
@@ -64,7 +64,7 @@ def store_file(
 
 
 def fetch_file(store: MediaStore, file: StoredFile, path: Path, here: KnownParts) -> None:
-    """Fetch a file to `path`, atomically. Parts are copied from local files where possible."""
+    """Replace the file at `path` durably and in one step. Copy local parts where possible."""
     starts = range(0, file.nbytes, PART_BYTES)
     sizes = [min(PART_BYTES, file.nbytes - start) for start in starts]
     if len(sizes) != len(file.parts):
@@ -90,6 +90,7 @@ def fetch_file(store: MediaStore, file: StoredFile, path: Path, here: KnownParts
             list(pool.map(fetch, range(len(file.parts))))
         os.fsync(handle)
         os.replace(temporary, path)
+        sync_directory(path.parent)
     finally:
         os.close(handle)
         temporary.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from sightline.errors import ProcessFailed, SightlineError, WireError
 from sightline.media import MediaStore
+from sightline.media.files import sync_directory
 from sightline.media.stored_file import fetch_file, store_file
 from sightline.regular_file import open_file, read_bytes
 from sightline.run.run_dir import RunDir
@@ -76,7 +77,9 @@ def write_file(root: Path, file: FileChange, blobs: MediaStore | None) -> None:
         if path.parent != root and path.parent.is_dir() and not any(path.parent.iterdir()):
             path.parent.rmdir()
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sync_directory(path.parent.parent)
     if file.stored is not None:
         assert blobs is not None
         fetch_file(blobs, file.stored, path, {})

@@ -24,7 +24,12 @@ from sightline.errors import Misaligned
 from sightline.families import Family, Forward
 from sightline.families.device_copy import copy_to_device
 from sightline.trainer.feed import ReadyMicroBatch
-from sightline.trainer.forward_pass import FrozenModel, FrozenTowerFeatures, compute_hidden
+from sightline.trainer.forward_pass import (
+    ContextShare,
+    FrozenModel,
+    FrozenTowerFeatures,
+    compute_hidden,
+)
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.shard import ShardedModel, call_gathered, release_gathered
 from sightline.trainer.token_scores import score_tokens
@@ -73,17 +78,20 @@ class LossComputer:
     @torch.no_grad()
     def score_only(self, ready: ReadyMicroBatch) -> PriorScores:
         """Score the trained tokens with the model, its value head and the teacher."""
-        tokens, temperature = self._trained_ids(ready.batch), self._temperature(ready.batch)
+        share = self._share(ready)
+        tokens, temperature = self._trained_ids(ready.batch, share), self._temperature(ready.batch)
 
         def score() -> tuple[Tensor, Tensor | None]:
-            hidden = self._hidden(ready)
-            values = None if self.value_head is None else self.value_head(hidden).float()
+            hidden = self._hidden(ready, share)
+            values = self._values(hidden, share)
             logprobs = chosen_logprobs(self.forward, hidden, tokens, self.banned, temperature)
-            return logprobs, values
+            return share.join(logprobs), values
 
         def score_by_teacher(teacher: FrozenModel) -> Tensor:
-            hidden = self._frozen_hidden(teacher, ready)
-            return chosen_logprobs(teacher.forward, hidden, tokens, self.banned, temperature)
+            hidden = self._frozen_hidden(teacher, ready, share)
+            return share.join(
+                chosen_logprobs(teacher.forward, hidden, tokens, self.banned, temperature)
+            )
 
         logprobs, values = call_gathered(self.sharded, score)
         release_gathered(self.sharded)
@@ -94,21 +102,21 @@ class LossComputer:
 
     def compute_loss(self, ready: ReadyMicroBatch, prior: PriorScores | None) -> MicroBatchLoss:
         """Compute a micro-batch's loss: hidden states, scores, the algorithm, token weights."""
-        batch = ready.batch
-        hidden = self._hidden(ready)
+        batch, share = ready.batch, self._share(ready)
+        hidden = self._hidden(ready, share)
         reference_hidden = None
         if self.reference is not None:
             with torch.no_grad():
-                reference_hidden = self._frozen_hidden(self.reference, ready)
+                reference_hidden = self._frozen_hidden(self.reference, ready, share)
         scores = score_tokens(
             (self.forward, None if self.reference is None else self.reference.forward),
             (hidden, reference_hidden),
-            self._trained_ids(batch),
+            self._trained_ids(batch, share),
             self.banned,
             self._temperature(batch),
             self.algorithm.needs,
             backend="" if self.exact else self.config.compile_backend,
-        )
+        ).map(share.join)
         sampler_logprobs, advantages, loss_weight = (
             copy_to_device(array.numpy().copy(), self.device)
             for array in (batch.logprobs, batch.advantages, batch.loss_weight)
@@ -125,7 +133,7 @@ class LossComputer:
                 reference_logprobs=scores.reference_logprobs,
                 kl=scores.kl,
                 entropy=scores.entropy,
-                values=None if self.value_head is None else self.value_head(hidden).float(),
+                values=self._values(hidden, share),
                 old_values=None if prior is None else prior.values,
                 teacher_logprobs=None if prior is None else prior.teacher_logprobs,
             )
@@ -138,23 +146,33 @@ class LossComputer:
                 total = total + self.value_head(hidden[:0]).float().sum()
         return MicroBatchLoss(total, scores.logprobs.detach(), metrics)
 
-    def _frozen_hidden(
-        self, frozen: FrozenModel, ready: ReadyMicroBatch
-    ) -> Float[Tensor, "trained hidden"]:
-        return compute_hidden(frozen.forward, ready, self.family, self.device, frozen.features)
+    def _share(self, ready: ReadyMicroBatch) -> ContextShare:
+        return ContextShare(ready.batch, self.dims.context_group)
 
-    def _hidden(self, ready: ReadyMicroBatch) -> Float[Tensor, "trained hidden"]:
+    def _frozen_hidden(
+        self, frozen: FrozenModel, ready: ReadyMicroBatch, share: ContextShare
+    ) -> Float[Tensor, "own hidden"]:
         return compute_hidden(
-            self.forward, ready, self.family, self.device, self.features, self.exact
+            frozen.forward, ready, self.family, self.device, frozen.features, share=share
         )
+
+    def _hidden(self, ready: ReadyMicroBatch, share: ContextShare) -> Float[Tensor, "own hidden"]:
+        return compute_hidden(
+            self.forward, ready, self.family, self.device, self.features, self.exact, share
+        )
+
+    def _values(
+        self, hidden: Float[Tensor, "own hidden"], share: ContextShare
+    ) -> Float[Tensor, " tokens"] | None:
+        return None if self.value_head is None else share.join(self.value_head(hidden).float())
 
     def _temperature(self, batch: MicroBatch) -> Temperature:
         if not self.exact:
             return batch.temperature
         return torch.full((1, 1), batch.temperature, device=self.device)
 
-    def _trained_ids(self, batch: MicroBatch) -> Int[Tensor, " tokens"]:
-        ids = batch.token_ids.numpy()[batch.trained.numpy()].astype(np.int64)
+    def _trained_ids(self, batch: MicroBatch, share: ContextShare) -> Int[Tensor, " own"]:
+        ids = batch.token_ids.numpy()[batch.trained.numpy()[share.trained]].astype(np.int64)
         return copy_to_device(ids, self.device)
 
 

@@ -27,7 +27,13 @@ from sightline.config import (
     TrainerConfig,
 )
 from sightline.errors import ConfigError, ResumeRefused
-from sightline.families import Family, Forward, load_family, load_renderer
+from sightline.families import (
+    Family,
+    Forward,
+    check_context_parallel,
+    load_family,
+    load_renderer,
+)
 from sightline.families.checkpoint_files import resolve_checkpoint
 from sightline.families.device_copy import allocate_rows
 from sightline.media import MediaStore, open_store
@@ -98,14 +104,16 @@ def build_learner(
 ) -> Learner:
     """Load the model and everything that the algorithm needs."""
     algorithm = algorithm or load_algorithm(AlgorithmConfig())
-    device, dims = pick_rank_device(trainer.device, ranks), ParallelDims.of(ranks)
+    device = pick_rank_device(trainer.device, ranks)
+    dims = ParallelDims.of(ranks, trainer.context_parallel)
     master = model.dtype if trainer.master_dtype == "model" else "float32"
     is_mixed = master != model.dtype
     if device.type == "cpu":
-        model.check_exact_on_cpu(dims.data)
+        model.check_exact_on_cpu(ranks.size)
     if dims.is_distributed or is_mixed:
         dims.join(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())
+    check_context_parallel(family, model.path, ranks.size, dims.context, model.exact)
     renderer = load_renderer(model.path, store, family)
     # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)

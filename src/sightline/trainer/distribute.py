@@ -53,12 +53,12 @@ def distribute(
             RankAssignment(
                 step=ready.step,
                 digest=ready.digest,
-                micro_batches=[None if at is None else packs[at] for at in rank_places],
+                micro_batches=[None if at is None else packs[at] for at in places[share]],
                 runs_tower=runs_tower,
                 minibatch_sizes=minibatch_sizes,
                 held_out=ready.held_out,
             )
-            for rank_places in places[1:]
+            for share in dims.shares[1:]
         ]
     )
     axes = packs[0].positions.shape[0] if packs else 1

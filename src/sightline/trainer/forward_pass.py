@@ -7,15 +7,18 @@ the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
+from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
 from sightline.compute.attention import AttentionPattern, build_attention_pattern
 from sightline.compute.attention_exact import ExactPattern
+from sightline.compute.context_parallel import ContextPattern, divide, join_scores
 from sightline.compute.feature_cache import FeatureCache, ItemFeatures
 from sightline.errors import FamilyError
 from sightline.families import Family, Forward
@@ -90,6 +93,55 @@ def encode_blank(forward: Forward, device: torch.device) -> Float[Tensor, ""]:
     return forward.encode(patches.to(device), [grid]).sum()
 
 
+class ContextShare:
+    """The tokens of a micro-batch that this rank computes: all, without context parallelism."""
+
+    def __init__(self, batch: MicroBatch, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        num_tokens, self._num_trained = len(batch.token_ids), len(batch.trained)
+        self.start, self.stop = 0, num_tokens
+        if group is not None:
+            self.start, self.stop = divide(num_tokens, group.size())[group.rank()]
+        predicting = batch.parent.numpy()[batch.trained.numpy()].astype(np.int64)
+        self.trained = np.flatnonzero(self.contains(predicting))
+        """The trained tokens whose prediction this rank computes."""
+        self.predicting = predicting[self.trained] - self.start
+        """The places of the tokens that predict them, among this rank's."""
+
+    def contains(self, places: Int[np.ndarray, " places"]) -> Bool[np.ndarray, " places"]:
+        """Return which of the places in the micro-batch are this rank's."""
+        return (self.start <= places) & (places < self.stop)
+
+    def select_images(self, ready: ReadyMicroBatch) -> ReadyMicroBatch:
+        """Return the micro-batch with only the images of this rank's tokens."""
+        if self._group is None:
+            return ready
+        batch, starts = ready.batch, ready.patch_starts
+        slots = [
+            slot
+            for slot in batch.slots
+            if slot.offset < self.stop and self.start < slot.offset + slot.length
+        ]
+        shown = sorted({slot.item for slot in slots})
+        made = ready.made
+        if made is not None:
+            rows = [made[starts[at] : starts[at + 1]] for at in shown]
+            made = np.concatenate(rows) if rows else None
+        items = [batch.items[at] for at in shown]
+        slots = [replace_fields(slot, item=shown.index(slot.item)) for slot in slots]
+        return replace(ready, batch=replace_fields(batch, items=items, slots=slots), made=made)
+
+    def divide_attention(self, pattern: AttentionPattern, num_tokens: int) -> AttentionPattern:
+        return pattern if self._group is None else ContextPattern(pattern, self._group, num_tokens)
+
+    def join(self, scores: Float[Tensor, " own"]) -> Float[Tensor, " tokens"]:
+        """Return the scores of all trained tokens, from those of every rank."""
+        if self._group is None:
+            return scores
+        places = copy_to_device(self.trained, scores.device)
+        return join_scores(scores, places, self._num_trained, self._group)
+
+
 def compute_hidden(
     forward: Forward,
     ready: ReadyMicroBatch,
@@ -97,17 +149,21 @@ def compute_hidden(
     device: torch.device,
     frozen: FrozenTowerFeatures | None = None,
     exact: bool = False,
-) -> Float[Tensor, "trained hidden"]:
-    """Return the hidden states that predict the trained tokens.
+    share: ContextShare | None = None,
+) -> Float[Tensor, "own hidden"]:
+    """Return the hidden states that predict this rank's share of the trained tokens, by default
+    all.
 
     Each image is encoded once, or its features come from the cache of a `frozen` tower. The pixels
     must exist. `exact` is for a model that was loaded as exact.
     """
-    batch = ready.batch
-    token_ids = copy_to_device(batch.token_ids.numpy().astype(np.int64), device)[None]
-    positions = copy_to_device(batch.positions.numpy().astype(np.int64), device)[:, None]
+    share = share or ContextShare(ready.batch)
+    check_patches(ready.batch, ready.made)
+    ready = share.select_images(ready)
+    batch, own = ready.batch, slice(share.start, share.stop)
+    token_ids = copy_to_device(batch.token_ids.numpy()[own].astype(np.int64), device)[None]
+    positions = copy_to_device(batch.positions.numpy()[:, own].astype(np.int64), device)[:, None]
     features = places = encoded = blank = None
-    check_patches(batch, ready.made)
     if frozen is not None:
         encoded = frozen.encode(ready, device)
     elif ready.made is not None:
@@ -118,8 +174,9 @@ def compute_hidden(
     if encoded is not None:
         index, where = _locate_features(batch, family)
         check_features(batch, len(encoded), family)
-        features = encoded[copy_to_device(index, device)]
-        places = copy_to_device(where, device)
+        is_own = share.contains(where)
+        features = encoded[copy_to_device(index[is_own], device)]
+        places = copy_to_device(where[is_own] - share.start, device)
     dtype = next(forward.model.parameters()).dtype
     pattern: AttentionPattern
     if exact:  # exact models pack no trees
@@ -127,11 +184,11 @@ def compute_hidden(
         pattern = ExactPattern(np.diff(ends, prepend=0).tolist(), device, dtype)
     else:
         pattern = build_attention_pattern(batch.subtree_end.numpy(), device, dtype)
+    pattern = share.divide_attention(pattern, len(batch.token_ids))
     hidden = forward.hidden(token_ids, positions, features, places, pattern)[0]
     if blank is not None:
         hidden = hidden + 0.0 * blank.to(hidden.dtype)
-    predicting = batch.parent.numpy()[batch.trained.numpy()].astype(np.int64)
-    return hidden[copy_to_device(predicting, device)]
+    return hidden[copy_to_device(share.predicting, device)]
 
 
 def _locate_features(

@@ -1,7 +1,8 @@
 """The device mesh and its collectives. Only this module reads the number of ranks.
 
-The mesh has one axis, `data`: its ranks train on different micro-batches and hold different shards
-of the parameters.
+Parameters are sharded over all ranks. A batch is divided into `data` shares. The `context` ranks of
+a group, whose numbers are consecutive, train on the same share and divide each micro-batch's
+tokens.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ class ParallelDims:
     rank: int = 0
     data: int = 1
     """The number of shares that a batch is divided into."""
+    context: int = 1
+    """The number of ranks that divide the tokens of a micro-batch."""
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
+    _context_group: dist.ProcessGroup | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of(cls, ranks: RankInfo) -> ParallelDims:
-        return cls(ranks.rank, data=ranks.size)
+    def of(cls, ranks: RankInfo, context: int = 1) -> ParallelDims:
+        return cls(ranks.rank, data=ranks.size // context, context=context)
 
     @property
     def is_lead(self) -> bool:
@@ -40,7 +44,26 @@ class ParallelDims:
     @property
     def is_distributed(self) -> bool:
         """Return whether other ranks wait for this one in collectives, even if it has no work."""
-        return self.data > 1
+        return self._size > 1
+
+    @property
+    def _size(self) -> int:
+        return self.data * self.context
+
+    @property
+    def _counts(self) -> bool:
+        """Return whether this rank's figures count. Its context group has the same ones."""
+        return self.rank % self.context == 0
+
+    @property
+    def shares(self) -> list[int]:
+        """Return the share of the batch that each rank trains on."""
+        return [rank // self.context for rank in range(self._size)]
+
+    @property
+    def context_group(self) -> dist.ProcessGroup | None:
+        """The ranks that divide this rank's micro-batches, or None if it has them to itself."""
+        return self._context_group
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -59,22 +82,25 @@ class ParallelDims:
             else:
                 store = connect_store(ranks.master_address, START_S)
             backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.data)
-        self._mesh = init_device_mesh(device.type, (self.data,), mesh_dim_names=("data",))
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self._size)
+        self._mesh = init_device_mesh(device.type, (self._size,), mesh_dim_names=("shard",))
+        if self.context > 1:
+            self._context_group, _ = dist.new_subgroups(self.context)
 
     def split(self, items: Sequence[T]) -> Sequence[T]:
         """Return this rank's share of work that any rank can do."""
-        return items[self.rank :: self.data]
+        return items[self.rank :: self._size]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale the loss, because FSDP averages gradients over ranks and we need their sum."""
-        return loss * self.data
+        return loss * self._size
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Return each value summed over ranks. Every rank passes the same keys."""
+        """Return each value summed over the shares. Every rank passes the same keys."""
         if not self.is_distributed:
             return values
         total = torch.tensor([values[key] for key in sorted(values)], dtype=torch.float64)
+        total = total if self._counts else torch.zeros_like(total)
         dist.all_reduce(total)
         return dict(zip(sorted(values), total.tolist(), strict=True))
 
@@ -90,17 +116,17 @@ class ParallelDims:
         """Return the items of all ranks in rank order, the same list on every rank."""
         if not self.is_distributed:
             return items
-        by_rank: list[Any] = [None] * self.data
+        by_rank: list[Any] = [None] * self._size
         dist.all_gather_object(by_rank, items)
         return [item for rank_items in by_rank for item in rank_items]
 
     def gather_to_lead(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in rank order on rank 0, and an empty list elsewhere."""
+        """Return one value per share, in order, on rank 0, and an empty list elsewhere."""
         if not self.is_distributed:
             return [value]
-        values: list[Any] | None = [None] * self.data if self.is_lead else None
-        dist.gather_object(value, values)
-        return values or []
+        values: list[Any] | None = [None] * self._size if self.is_lead else None
+        dist.gather_object(value if self._counts else None, values)
+        return (values or [])[:: self.context]
 
     def broadcast_from_lead(self, value: T) -> T:
         """Return rank 0's value on every rank."""

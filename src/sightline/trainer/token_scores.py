@@ -43,6 +43,13 @@ class TokenScores:
     """KL to the reference."""
     reference_logprobs: Float[Tensor, " tokens"] | None
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> TokenScores:
+        """Return `function` of the scores that exist."""
+        others = (self.entropy, self.kl, self.reference_logprobs)
+        return TokenScores(
+            function(self.logprobs), *(None if x is None else function(x) for x in others)
+        )
+
 
 def score_tokens(
     models: tuple[Forward, Forward | None],

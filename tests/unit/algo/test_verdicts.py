@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -90,6 +91,24 @@ def test_sample_of_the_version_that_a_step_makes_ends_the_run() -> None:
     assert verdicts(fresh) == ["train"] * 2 and fresh.lags == [0, 0]
     with pytest.raises(PolicyMismatch, match="version 3, which is newer than version 2"):
         judge().judge([trace(0.0, version=3), trace(1.0, version=2)], step=3)
+
+
+def test_every_version_that_sampled_a_rollout_counts() -> None:
+    """A server may adopt a version in the middle of an answer."""
+
+    def group(first: int, last: int) -> list[Trace]:
+        spans = (PolicySpan(0, 1, version=first, epoch=0), PolicySpan(1, 2, version=last, epoch=0))
+        traces = [trace(0.0), trace(1.0)]
+        for record in traces:
+            record.nodes[1] = msgspec.structs.replace(record.nodes[1], versions=spans)
+        return traces
+
+    trained = judge(max_lag=1).judge(group(1, 2), step=3)
+    assert verdicts(trained) == ["train"] * 2 and trained.lags == [1, 1]
+    assert trained.samples[0].versions.numpy().tolist() == [1, 2]
+    assert verdicts(judge(max_lag=1).judge(group(1, 2), step=4)) == ["stale"] * 2
+    with pytest.raises(PolicyMismatch, match="version 3, which is newer than version 2"):
+        judge().judge(group(2, 3), step=3)
 
 
 def test_samples_of_an_old_epoch_are_stale() -> None:

@@ -126,3 +126,18 @@ def test_fingerprints_are_stable() -> None:
         "34101a13a5895c6b9de10cff8cc5c4bf",
         "020761dd45bac9f8861bb99fabdef401",
     ]
+
+
+def test_context_parallelism_is_refused_where_it_cannot_work(tmp_path: Path) -> None:
+    cases = {
+        "ranks = 3 is not a multiple": ({}, 3, 2, False),
+        "2 key-value heads": ({}, 4, 4, False),
+        "exact computes whole sequences": ({}, 2, 2, True),
+        "linear attention": ({"type": "qwen3_5"}, 2, 2, False),
+    }
+    for at, (problem, (options, ranks, size, exact)) in enumerate(cases.items()):
+        write_tiny("qwen_vl", tmp_path / str(at), seed=0, **options)
+        family = load_family(tmp_path / str(at))
+        check_context_parallel(family, tmp_path / str(at), ranks, 1, exact)
+        with pytest.raises(ConfigError, match=rf"context_parallel = {size} .*{problem}"):
+            check_context_parallel(family, tmp_path / str(at), ranks, size, exact)

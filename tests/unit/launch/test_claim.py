@@ -31,6 +31,15 @@ def test_second_launcher_keeps_the_lock_holders_name(tmp_path: Path) -> None:
     assert find_launcher(run_dir) is None
 
 
+def test_a_resumed_run_keeps_its_id(tmp_path: Path) -> None:
+    """Servers refuse weights of another id, and samples name it."""
+    run_dir = claim_run_dir(str(tmp_path), "r")
+    run_dir.make()
+    run_id = run_dir.read_id()
+    run_dir.make()
+    assert run_dir.read_id() == run_id != ""
+
+
 @pytest.mark.parametrize("pid", ["-1", "0", "1", "stranger"])
 def test_stop_signals_only_the_process_that_holds_the_lock(tmp_path: Path, pid: str) -> None:
     """The lock file may name any process, also a group of them (-1 and 0)."""

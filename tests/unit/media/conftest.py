@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -106,7 +107,10 @@ def png(picture: Callable[..., Image.Image], encode: Callable[..., bytes]) -> by
 
 @pytest.fixture
 def server(png: bytes) -> Iterator[int]:
-    """The port of a web server on this machine. `/302/TARGET` redirects to TARGET."""
+    """The port of a web server on this machine. `/302/TARGET` redirects to TARGET, and `/endless`
+    sends bytes until the client leaves."""
+
+    known = ("/a.png?size=1", "/a.png", "/slow", "/endless")
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -116,11 +120,11 @@ def server(png: bytes) -> Iterator[int]:
                 self.send_header("Location", target)
                 self.end_headers()
                 return
-            self.send_response(200 if self.path in ("/a.png?size=1", "/a.png", "/slow") else 404)
+            self.send_response(200 if self.path in known else 404)
             self.end_headers()
-            if self.path == "/slow":
+            if self.path in ("/slow", "/endless"):
                 try:
-                    for byte in png:
+                    for byte in png if self.path == "/slow" else itertools.repeat(0):
                         self.wfile.write(bytes([byte]))
                         self.wfile.flush()
                         time.sleep(0.02)

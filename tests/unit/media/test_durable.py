@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from sightline.media import MediaStore
+from sightline.media.stored_file import open_blobs, store_file
+from sightline.run.mirror import write_file
+from sightline.wire.control import FileChange
 from sightline.wire.file import append_line, write_atomic
 
 Picture = Callable[..., object]
@@ -83,3 +86,22 @@ def test_durable_line_is_synced(tmp_path: Path, calls: list[Call]) -> None:
     assert calls == []
     append_line(path, b"two", sync=True)
     assert calls == [("sync", str(path), b"one\ntwo\n".hex())]
+
+
+def test_a_checkpoint_from_another_machine_survives_a_machine_crash(
+    tmp_path: Path, calls: list[Call]
+) -> None:
+    """Its batches are removed once its files are here."""
+    blobs, weights = open_blobs(tmp_path), tmp_path / "weights"
+    weights.write_bytes(b"weights")
+    stored = store_file(blobs, weights, salt=b"salt")
+    folder = tmp_path / "run" / "checkpoints" / "step_000002"
+    folder.parent.mkdir(parents=True)
+    for name, change in (("rank_000", {"stored": stored}), ("manifest.json", {"data": b"{}"})):
+        calls.clear()
+        write_file(
+            tmp_path / "run", FileChange(f"checkpoints/{folder.name}/{name}", **change), blobs
+        )
+        if name == "rank_000":
+            assert calls.pop(0) == ("sync folder", str(folder.parent))
+        check_written(calls, folder / name, (folder / name).read_bytes())

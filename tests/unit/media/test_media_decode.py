@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
 from sightline.errors import ConfigError, MediaError, MediaRefused, MediaUndecodable
+from sightline.media import MediaStore
 from sightline.media.decode import encode_png, inspect_image, open_rgb
 from sightline.media.header import ImageLimits, exif_orientation
 
@@ -124,7 +125,10 @@ def test_huge_declared_size_is_refused_before_decoding(picture: Picture, encode:
     frame = jpeg.index(b"\xff\xc0")
     jpeg[frame + 5 : frame + 9] = gif[6:10] = b"\xff\xff\xff\xff"
     webp[26:30] = b"\xff\x3f\xff\x3f"
-    for data in (jpeg, gif, webp):
+    first = bytearray(encode(picture(), "GIF"))  # its first frame is larger than its canvas
+    at = first.index(b",\0\0\0\0")
+    first[at + 5 : at + 9] = b"\xff\xff\xff\xff"
+    for data in (jpeg, gif, webp, first):
         tracemalloc.start()
         with pytest.raises(MediaRefused, match="limit"):
             inspect_image(bytes(data))
@@ -328,6 +332,19 @@ def test_undecodable_pixels_raise_instead_of_giving_a_blank_image() -> None:
 def test_pil_image_is_stored_as_displayed(picture: Picture, mode: str) -> None:
     image = picture(mode=mode)
     assert open_rgb(encode_png(image)).tobytes() == image.convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_pil_image_is_put_upright(
+    store: MediaStore, picture: Picture, encode: Encode, orientation: int
+) -> None:
+    """A photo gives the same pixels as bytes and as an opened image, however often it is put."""
+    data = encode(picture(), "PNG", exif=with_orientation(orientation))
+    ref = store.put(Image.open(io.BytesIO(data)))
+    image = store.image(ref)
+    assert (ref.width, ref.height) == ((5, 9) if orientation >= 5 else (9, 5))
+    assert image.tobytes() == open_rgb(data).tobytes()
+    assert store.put(image) == ref
 
 
 def test_png_from_a_pil_image_is_deterministic_without_metadata(

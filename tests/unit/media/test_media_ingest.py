@@ -276,7 +276,8 @@ def test_slow_response_is_cut_at_the_time_limit(store: MediaStore, server: int) 
 def test_response_above_the_limit_is_refused(store: MediaStore, server: int) -> None:
     tight = MediaStore(store.root, limits=ImageLimits(max_bytes=20))
     ingest = ImageIngestor(tight, http_hosts=[f"127.0.0.1:{server}"])
-    assert "above the limit" in refused(ingest, f"http://127.0.0.1:{server}/a.png")
+    for path in ("a.png", "endless"):
+        assert "above the limit" in refused(ingest, f"http://127.0.0.1:{server}/{path}")
 
 
 def test_unresponsive_host_is_refused(store: MediaStore) -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -302,6 +302,25 @@ def test_stale_list_never_decides_whether_an_image_exists(
         assert list(kind.store.digests()) == [new.digest]
 
 
+def test_gc_keeps_an_image_that_was_used_after_the_list(
+    s3: None, tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KINDS["s3"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
+        ref = kind.store.put(pictures[0])
+        kind.backing.make_older(kind.backing.names()[0], 4000)
+        store = behind(kind, proxy.url, monkeypatch)
+        assert list(store.digests()) == [ref.digest]
+        assert kind.elsewhere().put(pictures[0]) == ref
+        with proxy.disturbed("stale lists"):
+            report = store.gc(set())
+        assert (report.removed, report.num_young) == ([], 1)
+        kind.backing.make_older(kind.backing.names()[0], 4000)
+        # A removal that could end after its announcement has expired does not begin.
+        slow = behind(kind, proxy.url, monkeypatch, timeout_s=60.0)
+        assert slow.gc(set()).removed == [] and slow.gc(set(), dry_run=True).removed
+        assert kind.elsewhere("third").get(ref) == pictures[0]
+
+
 @pytest.mark.parametrize("deadline_s", [0.3, 60.0])
 def test_store_that_is_down_recovers_within_the_deadline_or_names_its_endpoint(
     s3: None,
@@ -354,19 +373,15 @@ def test_recently_used_image_is_not_rewritten(
 def test_put_waits_for_a_running_removal(s3: None, tmp_path: Path, pictures: list[bytes]) -> None:
     with KINDS["s3"](tmp_path) as kind:
         ref = kind.store.put(pictures[0])
-        remote = kind.store.remote
-        began = threading.Event()
-
-        def put() -> MediaRef:
-            began.set()
-            return kind.elsewhere().put(pictures[0])
-
+        remote, [name] = kind.store.remote, kind.backing.names()
+        kind.backing.make_older(name, 4000)
+        old = remote._get_time(name)
         with ThreadPoolExecutor(1) as pool:
             with remote._announced_gc():
-                putting = pool.submit(put)
-                assert began.wait(30)
-                time.sleep(0.5)
-                assert not putting.done()
+                putting = pool.submit(lambda: kind.elsewhere().put(pictures[0]))
+                while remote._get_time(name) == old:  # until the put has written the image again
+                    time.sleep(0.01)
+                assert not wait([putting], timeout=1).done
                 kind.backing.clear()  # what gc looked at before the put, it removes after it
             assert putting.result(30) == ref
         assert kind.elsewhere("third").get(ref) == pictures[0]

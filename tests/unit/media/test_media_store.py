@@ -204,6 +204,9 @@ def test_store_limits_apply_to_bytes_paths_and_pil_images(tmp_path: Path, pictur
             store.put(source)
     with pytest.raises(MediaRefused, match="limit of 5"):
         MediaStore(tmp_path / "store", limits=ImageLimits(max_bytes=5)).put(path)
+    ref = MediaStore(store.root).put(path)  # by a process with other limits
+    with pytest.raises(MediaRefused, match=f"{ref.digest[:12]}.*8 pixels per side"):
+        store.image(ref)
 
 
 def test_created_root_is_private_to_its_owner(tmp_path: Path) -> None:

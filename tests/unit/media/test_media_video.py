@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,17 @@ def test_video_with_an_unknown_codec_is_refused(store: MediaStore) -> None:
     ):
         with pytest.raises((MediaRefused, MediaUndecodable), match=why):
             store.put(data)
+
+
+def test_rotated_video_is_refused(store: MediaStore) -> None:
+    """A phone stores its frames sideways, with a matrix that turns them."""
+    data = bytearray(encode_video(noise_frames(4, 32, 32)))
+    upright = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
+    at = data.index(upright, data.index(b"tkhd"))
+    data[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 32 << 16, 0, 1 << 30)
+    with pytest.raises(MediaRefused, match=r"rotated[\s\S]*upright"):
+        store.put(bytes(data))
+    assert store.count() == 0
 
 
 def test_ref_with_false_metadata_fails_when_frames_are_read(store: MediaStore) -> None:

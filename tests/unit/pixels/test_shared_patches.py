@@ -11,6 +11,7 @@ from pathlib import Path
 import making
 import pytest
 
+from sightline.errors import MediaError
 from sightline.families import Family, load_family
 from sightline.media import MediaStore
 from sightline.pixels import Materializer, SharedPatches
@@ -96,6 +97,36 @@ def test_patches_are_computed_without_room_for_files(
         materializer.get(items[0]).digest == materializer.get(items[0]).digest
         and materializer.counts.made == 2
     )
+    materializer.close()
+
+
+@pytest.mark.parametrize("kind", ["writable by others", "a link"])
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, kind: str) -> None:
+    """Its owner could supply pixels that nobody sampled."""
+    folder, target = tmp_path / f"{PREFIX}{os.getpid()}", tmp_path / "target"
+    target.mkdir(0o700)
+    if kind == "a link":
+        folder.symlink_to(target)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(MediaError, match="belongs to another user, or others may access it"):
+        SharedPatches(1 << 20, os.getpid(), tmp_path)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_pixels_that_are_not_kept_take_no_memory(
+    family: Family, store: MediaStore, items: list[MediaItem], tmp_path: Path, is_shared: bool
+) -> None:
+    shared = SharedPatches(1 << 20, os.getpid(), tmp_path) if is_shared else None
+    materializer = Materializer(family, store, 1 << 20, shared=shared)
+    for _ in range(2):
+        digests = [flight.result().digest for _, flight in materializer.iterate(items, 1, False)]
+        assert len(set(digests)) == len(items)
+    assert materializer.counts.made == 2 * len(items) and materializer.counts.bytes_held == 0
+    assert [path for path in tmp_path.glob(f"{PREFIX}*/*/*") if len(path.name) == 64] == []
+    kept = [flight.result().digest for _, flight in materializer.iterate(items, 1)]
+    assert kept == digests and materializer.counts.bytes_held > 0
     materializer.close()
 
 

@@ -14,13 +14,14 @@ import msgspec
 import pytest
 from agents import Worker, listening
 from aiohttp import web
+from PIL import Image
 from scripted_policy import ScriptedPolicy
 
 from sightline.config import RunFile
-from sightline.errors import EngineError
+from sightline.errors import EngineError, MediaRefused
 from sightline.inference.errors import STATUS_BY_TYPE, build_engine_error, error_response
 from sightline.media import MediaStore
-from sightline.message import user
+from sightline.message import Message, user
 from sightline.rollout.chat_sources import build_policy_chats
 from sightline.rollout.client import GenerateClient
 from sightline.trace import Trace
@@ -232,6 +233,37 @@ def test_run_chats_refuse_answers_with_forbidden_tokens(
             await chats.close()
 
     asyncio.run(main())
+
+
+def test_run_chats_read_only_files_of_allowed_roots(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    values = {"model": {"path": str(tiny_model)}, "env": {"name": "color_codeword"}}
+    config = RunFile.model_validate(values)
+    for name in ("allowed", "other"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (64, 64)).save(tmp_path / name / "a.png")
+    media = config.media.model_copy(update={"file_roots": (str(tmp_path / "allowed"),)})
+    allowing = config.model_copy(update={"media": media})
+
+    def read(config: RunFile, name: str) -> list[Message]:
+        url = {"url": f"file://{tmp_path / name}/a.png"}
+        image = {"type": "image_url", "image_url": url}
+        messages = [{"role": "user", "content": [image]}]
+
+        async def main() -> list[Message]:
+            chats = build_policy_chats(config, ["http://127.0.0.1:1"], store)
+            try:
+                return chats.renderer.read_messages(messages)
+            finally:
+                await chats.close()
+
+        return asyncio.run(main())
+
+    assert read(allowing, "allowed")[0].refs
+    for refusing, name in ((allowing, "other"), (config, "allowed")):
+        with pytest.raises(MediaRefused, match="is not below an allowed file root"):
+            read(refusing, name)
 
 
 class Lies(ScriptedPolicy):

@@ -11,12 +11,13 @@ import aiohttp
 import openai
 import pytest
 from agents import LOOK, Says, Worker, agent, calls, listening, picture, picture_url, shown, spelled
+from PIL import Image
 from scripted_policy import ScriptedPolicy
 
 from sightline.envs import Chat
 from sightline.errors import MediaRefused, MessageError
 from sightline.families import load_renderer, registry
-from sightline.media import MediaStore
+from sightline.media import ImageIngestor, MediaStore
 from sightline.message import Message, assistant, user
 from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
@@ -132,6 +133,34 @@ def test_other_chat_formats_also_recognize_their_turns(
 
 
 # --- keys
+
+
+def test_a_url_keeps_its_first_image(tiny_model: Path, store: MediaStore, tmp_path: Path) -> None:
+    """An agent sends its history again after the file has changed."""
+    file = tmp_path / "screen.png"
+    resolver = ImageIngestor(store, file_roots=[tmp_path])
+
+    async def rollout(chat: Chat) -> float:
+        part = {"type": "image_url", "image_url": {"url": f"file://{file}"}}
+        history: list[Any] = [{"role": "user", "content": [part]}]
+        async with agent(chat) as client:
+            for color in ("red", "blue"):
+                Image.new("RGB", (64, 64), color).save(file)
+                answer = await client.chat.completions.create(model="m", messages=history)
+                message = answer.choices[0].message.model_dump(exclude_none=True)
+                history += [message, {"role": "user", "content": "go on"}]
+        return 1.0
+
+    async def main() -> Trace:
+        renderer = load_renderer(tiny_model, store)
+        policy = Says([spelled(renderer, assistant(word)) for word in ("one", "two")])
+        async with listening(policy.app()) as address:
+            worker = Worker(tiny_model, store, address, max_tokens=2000, resolver=resolver)
+            return await worker.play(rollout)
+
+    trace = asyncio.run(main())
+    assert not trace.error, trace.error
+    assert len(trace.turns) == 2 and trace.forks == {} and trace.num_images_shown == 1
 
 
 def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaStore) -> None:

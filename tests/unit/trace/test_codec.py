@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sightline.errors import WireError
 from sightline.message import ToolCall, assistant, system, user
 from sightline.trace import Trace, decode_trace, encode_trace, read_traces, write_traces
+from sightline.trace.codec import TraceRecord, read_records
 from sightline.trace.node import ROOT
 from tests.unit.trace.toy import TOOL, ToyRenderer, picture, say, talk
 
@@ -114,6 +115,26 @@ def test_foreign_or_truncated_file_is_refused_with_a_message(tmp_path: Path) -> 
         path.write_bytes(whole[:size])
         with pytest.raises(WireError, match="ends inside trace 1"):
             list(read_traces(path))
+
+
+def test_a_damaged_trace_does_not_affect_the_others(tmp_path: Path) -> None:
+    path, names = tmp_path / "step_1.traces", ("a", "b", "c")
+    write_traces(path, map(example, names))
+    data = bytearray(path.read_bytes())
+    data[data.index(encode_trace(example("b")))] = 0xC1
+    path.write_bytes(data)
+    first, damaged, last = read_records(path)
+    assert isinstance(first, TraceRecord) and isinstance(last, TraceRecord)
+    assert (first.trace, first.number, last.trace, last.number) == (
+        example("a"),
+        0,
+        example("c"),
+        2,
+    )
+    assert isinstance(damaged, WireError) and "trace 1 is not a trace" in damaged.problem
+    assert decode_trace(bytes(data[last.start : last.start + last.size])) == example("c")
+    with pytest.raises(WireError, match=f"{path}: trace 1 is not a trace"):
+        list(read_traces(path))
 
 
 DEEP = b"\x91" * 200_000

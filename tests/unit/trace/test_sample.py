@@ -48,6 +48,18 @@ def test_a_shared_turn_trains_in_the_longest_branch_only() -> None:
     assert samples[1].token_ids.numpy().tolist() == trace.tokens(trace.path(short))
 
 
+def test_turns_of_a_branch_keep_their_own_rewards() -> None:
+    """Turns are counted in the rollout, as the environment rewards them, not in the branch."""
+    trace, (first, short, long) = forked()
+    trace.per_turn = [1.0, 2.0, 3.0]
+    samples = flatten(trace)
+    assert [turn.id for turn in trace.turns] == [first, short, long]
+    assert [sample.turn_rewards for sample in samples] == [trace.per_turn] * 2
+    rewards = [sample.expand_turns(trace.per_turn).tolist() for sample in samples]
+    lengths = {node.id: node.num_sampled for node in trace.turns}
+    assert rewards == [[1.0] * lengths[first] + [3.0] * lengths[long], [2.0] * lengths[short]]
+
+
 def test_turn_without_advantage_is_not_trained() -> None:
     trace, (first, short, long) = forked()
     (sample,) = flatten(trace, lambda node: None if node.id in (first, long) else 1.0)

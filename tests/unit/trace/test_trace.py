@@ -11,7 +11,7 @@ from sightline.errors import MessageError, Misaligned, PixelMismatch
 from sightline.message import AssistantMessage, assistant, system, text, user
 from sightline.render import Bridged, Rendered
 from sightline.trace import Node, PolicySpan, Trace, encode_trace
-from sightline.trace.node import ROOT, int32_array
+from sightline.trace.node import ROOT, float32_array, int32_array
 from sightline.wire import Slot, Span
 from tests.unit.trace.toy import (
     END,
@@ -261,6 +261,9 @@ def test_inconsistent_nodes_cannot_be_created() -> None:
         Node(0, ROOT, user("a"), ids, 3, slots=(slot, slot))
     with pytest.raises(Misaligned, match="covers 2 to 4, after 0, of 3"):
         Node(0, ROOT, user("a"), ids, 3, slots=(Slot(2, 2, slot.item),))
+    logprobs, versions = float32_array([-1.0]), (PolicySpan(0, 1, version=0, epoch=0),)
+    with pytest.raises(Misaligned, match="covers 1 to 3, after 0, of 2"):  # a sampled image
+        Node(0, ROOT, user("a"), ids, 2, logprobs, versions, (slot,), "stop")
 
 
 def test_misaligned_trace_is_refused() -> None:

@@ -179,10 +179,33 @@ def test_samples_with_misaligned_trained_tokens_are_refused(
     ):
         with pytest.raises(Misaligned, match=problem):
             msgspec.structs.replace(sample, **changes)
-    start = Segment(0, len(trained), node=0)
-    first = {"trained": Array.of(np.arange(len(trained)), "int32"), "segments": [start]}
-    with pytest.raises(Misaligned, match="ascending"):
-        msgspec.structs.replace(sample, **first)
+    num, end = len(trained), len(sample.token_ids)
+    for starts in ([0], [end - num + 1], [1, 1]):  # the first token, one beyond the last, twice
+        size = num // len(starts)
+        segments = [Segment(start, start + size, node=0) for start in starts]
+        places = np.concatenate([np.arange(s.start, s.stop) for s in segments])
+        arrays = {
+            name: Array.of(getattr(sample, name).numpy()[: len(places)], dtype)
+            for name, dtype in (("logprobs", "float32"), ("versions", "int32"))
+        }
+        arrays |= {"advantages": None, "trained": Array.of(places, "int32")}
+        with pytest.raises(Misaligned, match="ascending"):
+            msgspec.structs.replace(sample, segments=segments, **arrays)
+
+
+def test_misaligned_micro_batches_are_refused(tiny_model: Path, store: MediaStore) -> None:
+    samples = making.samples(tiny_model, store, count=2)
+    [packed] = pack(samples, 4, load_family(tiny_model), PackSize(10**6, 10**6))
+    arrays = {name: getattr(packed, name) for name in MicroBatch.__struct_fields__}
+    arrays = {name: array for name, array in arrays.items() if isinstance(array, Array)}
+    assert len(arrays) == 9
+    for name in arrays.keys() - {"token_ids", "trained"}:
+        shorter = Array.of(arrays[name].numpy()[..., 1:], arrays[name].dtype)
+        with pytest.raises(Misaligned, match=f"step 4: {name} do not line up"):
+            msgspec.structs.replace(packed, **{name: shorter})
+    first = np.where(packed.trained.numpy() == packed.trained.numpy()[0], 0, packed.trained.numpy())
+    with pytest.raises(Misaligned, match="a trained token has no parent"):
+        msgspec.structs.replace(packed, trained=Array.of(first, "int32"))
 
 
 def test_failed_atomic_write_leaves_no_file(tmp_path: Path) -> None:

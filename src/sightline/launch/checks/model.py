@@ -25,7 +25,7 @@ from sightline.errors import (
     find_fix,
     summarize_traceback,
 )
-from sightline.families import Family, load_family, load_renderer
+from sightline.families import Family, check_context_parallel, load_family, load_renderer
 from sightline.families.checkpoint_files import read_json, read_shapes, resolve_checkpoint
 from sightline.launch.checks.machine import SPARE_BYTES, read_available_memory
 from sightline.launch.checks.settings import is_elsewhere
@@ -80,6 +80,10 @@ def find_family(config: RunFile | SftFile) -> Family:
             "the output_dir of a warm-up, or create one with `sightline model tiny DIR`",
         )
     family = load_family(path, config.model.exact, **config.model.overrides())
+    trainer = config.trainer
+    check_context_parallel(
+        family, path, trainer.ranks, trainer.context_parallel, config.model.exact
+    )
     if shows_media and not family.shows_media:
         raise ConfigError(
             f"{shown_by} shows images, but [model] path = {config.model.path!r} has no vision "
