@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sightline.launch.memory_plan import MemoryPlan, ProcessPlan
@@ -29,14 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from sightline.cli.config import detect_file_kind
     from sightline.cli.training import check_packages
-    from sightline.config import RunFile, SftFile, load_config
+    from sightline.config import RunFile, load_config
     from sightline.launch import memory_plan
     from sightline.launch.checks.machine import read_available_memory
     from sightline.run.machine import runs_on_cpu
 
     check_packages()
-    kind: type[RunFile] | type[SftFile] = detect_file_kind(args.file)
-    file: RunFile | SftFile = load_config(kind, args.file, args.overrides)
+    file: Any = load_config(detect_file_kind(args.file), args.file, args.overrides)
     on_gpu = bool(args.gpu_gb) or not runs_on_cpu(file.trainer.device)
     if args.gpu_gb:
         memory = int(args.gpu_gb * GIGA)
