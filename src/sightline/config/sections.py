@@ -338,6 +338,16 @@ class TrainerConfig(ConfigSection):
     def max_micro_batch_tokens(self) -> int:
         return self.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
 
+    @model_validator(mode="after")
+    def _check_ranks(self) -> TrainerConfig:
+        if self.ranks % self.context_parallel:
+            raise InvalidSetting(
+                f"ranks = {self.ranks} is not a multiple of context_parallel = "
+                f"{self.context_parallel}",
+                "set ranks to a multiple of context_parallel",
+            )
+        return self
+
 
 class EvalConfig(ConfigSection):
     tasks: int = Field(256, ge=0)

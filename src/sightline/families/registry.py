@@ -138,17 +138,14 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
     return family
 
 
-def check_context_parallel(
-    family: Family, model: str | Path, ranks: int, size: int, exact: bool
-) -> None:
-    """Raise if `ranks` cannot divide the tokens of a micro-batch in groups of `size`."""
+def check_context_parallel(family: Family, model: str | Path, size: int, exact: bool) -> None:
+    """Raise if `size` ranks cannot divide the tokens of a micro-batch."""
     if size == 1:
         return
     config = read_config(resolve_checkpoint(model))
     text = config.get("text_config") or config
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
     reasons = {
-        f"[trainer] ranks = {ranks} is not a multiple of it": ranks % size != 0,
         f"the model's {heads} key-value heads (in config.json) are not a multiple of it": not heads
         or heads % size != 0,
         f"every rank would need whole sequences: {family.packing.reason}": (

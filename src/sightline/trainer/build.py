@@ -109,11 +109,11 @@ def build_learner(
     master = model.dtype if trainer.master_dtype == "model" else "float32"
     is_mixed = master != model.dtype
     if device.type == "cpu":
-        model.check_exact_on_cpu(ranks.size)
+        model.check_exact_on_cpu(dims.size)
     if dims.is_distributed or is_mixed:
         dims.join(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())
-    check_context_parallel(family, model.path, ranks.size, dims.context, model.exact)
+    check_context_parallel(family, model.path, dims.context, model.exact)
     renderer = load_renderer(model.path, store, family)
     # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)

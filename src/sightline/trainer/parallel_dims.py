@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sightline.compute.tcp_store import connect_store, listen_store
+from sightline.errors import ConfigError
 from sightline.trainer.ranks import START_S, RankInfo
 
 T = TypeVar("T")
@@ -35,6 +36,12 @@ class ParallelDims:
 
     @classmethod
     def of(cls, ranks: RankInfo, context: int = 1) -> ParallelDims:
+        if ranks.size % context:
+            raise ConfigError(
+                f"{ranks.size} trainer ranks are not a multiple of [trainer] context_parallel = "
+                f"{context}",
+                "set [trainer] ranks to a multiple of context_parallel",
+            )
         return cls(ranks.rank, data=ranks.size // context, context=context)
 
     @property
@@ -44,10 +51,10 @@ class ParallelDims:
     @property
     def is_distributed(self) -> bool:
         """Return whether other ranks wait for this one in collectives, even if it has no work."""
-        return self._size > 1
+        return self.size > 1
 
     @property
-    def _size(self) -> int:
+    def size(self) -> int:
         return self.data * self.context
 
     @property
@@ -58,7 +65,7 @@ class ParallelDims:
     @property
     def shares(self) -> list[int]:
         """Return the share of the batch that each rank trains on."""
-        return [rank // self.context for rank in range(self._size)]
+        return [rank // self.context for rank in range(self.size)]
 
     @property
     def context_group(self) -> dist.ProcessGroup | None:
@@ -82,18 +89,18 @@ class ParallelDims:
             else:
                 store = connect_store(ranks.master_address, START_S)
             backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self._size)
-        self._mesh = init_device_mesh(device.type, (self._size,), mesh_dim_names=("shard",))
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+        self._mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("shard",))
         if self.context > 1:
             self._context_group, _ = dist.new_subgroups(self.context)
 
     def split(self, items: Sequence[T]) -> Sequence[T]:
         """Return this rank's share of work that any rank can do."""
-        return items[self.rank :: self._size]
+        return items[self.rank :: self.size]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale the loss, because FSDP averages gradients over ranks and we need their sum."""
-        return loss * self._size
+        return loss * self.size
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Return each value summed over the shares. Every rank passes the same keys."""
@@ -116,7 +123,7 @@ class ParallelDims:
         """Return the items of all ranks in rank order, the same list on every rank."""
         if not self.is_distributed:
             return items
-        by_rank: list[Any] = [None] * self._size
+        by_rank: list[Any] = [None] * self.size
         dist.all_gather_object(by_rank, items)
         return [item for rank_items in by_rank for item in rank_items]
 
@@ -124,7 +131,7 @@ class ParallelDims:
         """Return one value per share, in order, on rank 0, and an empty list elsewhere."""
         if not self.is_distributed:
             return [value]
-        values: list[Any] | None = [None] * self._size if self.is_lead else None
+        values: list[Any] | None = [None] * self.size if self.is_lead else None
         dist.gather_object(value if self._counts else None, values)
         return (values or [])[:: self.context]
 

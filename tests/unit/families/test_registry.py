@@ -15,9 +15,15 @@ from typing import Any
 import pytest
 
 from sightline import FamilyError, load_family
+from sightline.errors import ConfigError
 from sightline.families.kimi_k25.vision import KimiK25Family, ProcessorSettings
 from sightline.families.qwen_vl.vision import QwenVLFamily
-from sightline.families.registry import family_names, load_serving
+from sightline.families.registry import (
+    check_context_parallel,
+    family_names,
+    load_serving,
+    write_tiny,
+)
 
 SOURCE = """
 from types import SimpleNamespace
@@ -129,15 +135,15 @@ def test_fingerprints_are_stable() -> None:
 
 
 def test_context_parallelism_is_refused_where_it_cannot_work(tmp_path: Path) -> None:
-    cases = {
-        "ranks = 3 is not a multiple": ({}, 3, 2, False),
-        "2 key-value heads": ({}, 4, 4, False),
-        "exact computes whole sequences": ({}, 2, 2, True),
-        "linear attention": ({"type": "qwen3_5"}, 2, 2, False),
-    }
-    for at, (problem, (options, ranks, size, exact)) in enumerate(cases.items()):
-        write_tiny("qwen_vl", tmp_path / str(at), seed=0, **options)
-        family = load_family(tmp_path / str(at))
-        check_context_parallel(family, tmp_path / str(at), ranks, 1, exact)
+    cases: list[tuple[str, dict[str, str], int, bool]] = [
+        ("2 key-value heads", {}, 4, False),
+        ("exact computes whole sequences", {}, 2, True),
+        ("every rank would need whole sequences", {"type": "qwen3_5"}, 2, False),
+    ]
+    for problem, options, size, exact in cases:
+        path = tmp_path / problem
+        write_tiny("qwen_vl", path, seed=0, **options)
+        family = load_family(path)
+        check_context_parallel(family, path, 1, exact)
         with pytest.raises(ConfigError, match=rf"context_parallel = {size} .*{problem}"):
-            check_context_parallel(family, tmp_path / str(at), ranks, size, exact)
+            check_context_parallel(family, path, size, exact)

@@ -80,10 +80,7 @@ def find_family(config: RunFile | SftFile) -> Family:
             "the output_dir of a warm-up, or create one with `sightline model tiny DIR`",
         )
     family = load_family(path, config.model.exact, **config.model.overrides())
-    trainer = config.trainer
-    check_context_parallel(
-        family, path, trainer.ranks, trainer.context_parallel, config.model.exact
-    )
+    check_context_parallel(family, path, config.trainer.context_parallel, config.model.exact)
     if shows_media and not family.shows_media:
         raise ConfigError(
             f"{shown_by} shows images, but [model] path = {config.model.path!r} has no vision "
