@@ -49,7 +49,7 @@ def write_frame(stream: BinaryIO, message: dict[str, Any]) -> None:
 
 
 def read_frame(stream: BinaryIO) -> dict[str, Any]:
-    """Return the next JSON object; raise EOFError if the other process is gone."""
+    """Return the next JSON object. Raise EOFError if the other process is gone."""
     length = int.from_bytes(stream.read(_LENGTH_BYTES), "big")
     data = stream.read(length)
     if not length or len(data) < length:

@@ -64,6 +64,6 @@ def is_private(folder: Path) -> bool:
 
 
 def check_file(path: AnyPath) -> AnyPath:
-    """Return a path that a library will open; raise OSError unless it is a readable file."""
+    """Return a path that a library will open. Raise OSError unless it is a readable file."""
     open_file(path).close()
     return path

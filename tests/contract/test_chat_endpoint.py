@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import http.client
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -280,6 +281,29 @@ def test_unknown_urls_and_methods_return_the_standard_error(client: Client) -> N
         is_chat = path.startswith("/v1/")
         assert (answer[0], error["code" if is_chat else "type"]) == (status, kind)
         assert "is not served here" in error["message"] and ("fix" in error) != is_chat
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/sightline/v1/adopt"])
+@pytest.mark.parametrize(
+    ("header", "value", "status", "code"),
+    [
+        ("content-type", "text/plain", 415, "content_type"),
+        ("host", "pages.example", 421, "host"),
+        ("origin", "http://pages.example", 403, "origin"),
+    ],
+)
+def test_request_refused_before_routing_gets_the_error_of_its_path(
+    client: Client, path: str, header: str, value: str, status: int, code: str
+) -> None:
+    headers = {"content-type": "application/json", header: value}
+    connection = http.client.HTTPConnection(client.host, client.port, timeout=60)
+    connection.request("POST", path, b"{}", headers)
+    answer = connection.getresponse()
+    error = json.loads(answer.read())["error"]
+    connection.close()
+    is_openai = path.startswith("/v1/")
+    assert (answer.status, error["code" if is_openai else "type"]) == (status, code)
+    assert ("param" in error) == is_openai == ("fix" not in error)
 
 
 def test_uncallable_tools_are_not_rendered(chat: Any) -> None:

@@ -1,13 +1,15 @@
 """`[model] exact = true` on a GPU, in bfloat16: each cause of difference alone, then all of it.
 
-    EXACT_MODEL=DIR pytest tests/gpu/test_exact.py -s
+    EXACT_MODEL=DIR pytest tests/gpu/test_exact.py -s -k "samplers or masters"
 
-takes the checkpoint in DIR for the last test (`sightline model tiny DIR --size 2b`), which prints
-the largest difference over EXACT_TOKENS sampled tokens (100,000). The default is a tiny model.
+takes the checkpoint in DIR for the last two tests (`sightline model tiny DIR --size 2b`). They
+print the largest difference over EXACT_TOKENS sampled tokens (100,000), and the share of weights
+that changed after 20 steps. The default is a tiny model.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import cache
 from pathlib import Path
@@ -23,7 +25,6 @@ from torch import nn
 
 from sightline.compute import exact
 from sightline.compute.attention_exact import attend_run, build_tiles, count_queries
-from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
@@ -163,7 +164,7 @@ def test_exact_gradients_match_the_default_mode(
     assert difference < 5e-2
 
 
-@pytest.mark.parametrize("master", ["model"])
+@pytest.mark.parametrize("master", ["float32", "model"])
 def test_logprobs_equal_the_samplers(
     model: Path, store: MediaStore, tmp_path: Path, master: str
 ) -> None:
@@ -182,16 +183,7 @@ def test_logprobs_equal_the_samplers(
     config = making.model_config(path, dtype="bfloat16", exact=True)
     with embedded(settings) as client:
         learner = making.build_learner(config, trainer, store, steps=10)
-        weights = {
-            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
-            for name, p in learner.forward.model.named_parameters()
-        }
-        manifest, _ = write_weights(
-            tmp_path / "weights",
-            {name: p.to(torch.bfloat16).cpu() for name, p in weights.items()},
-            1,
-            1,
-        )
+        manifest, _ = making.publish(learner.forward.model, tmp_path / "w", 1, torch.bfloat16)
         samples = exactness.play(
             client, path, store, groups=groups, group_size=group_size, turns=turns,
             max_tokens=max_tokens, image_side=480,
@@ -199,17 +191,47 @@ def test_logprobs_equal_the_samplers(
             between_turns=lambda turn: turn == 1 and client.adopt(manifest),
         )  # fmt: skip
         replayed = client.totals()["steps_replayed"]
-    total, differing, largest = 0, 0, 0.0
-    for step in (1, 2):
-        ready = exactness.prepare(learner, path, store, samples, 16384, step)
-        sampler, scored = exactness.compare(learner, ready)
-        total, differing = total + len(sampler), differing + int((sampler != scored).sum())
-        largest = max(largest, float(np.abs(sampler - scored).max()))
+        total, differing, largest = 0, 0, 0.0
+        for step in (1, 2, 3):
+            ready = exactness.prepare(learner, path, store, samples, 16384, step)
+            sampler, scored = exactness.compare(learner, ready)
+            total, differing = total + len(sampler), differing + int((sampler != scored).sum())
+            largest = max(largest, float(np.abs(sampler - scored).max()))
+            if step == 2:  # an update, which the server adopts
+                assert learner.step(ready).metrics["mismatch_kl"] == 0
+                trained = learner.forward.model
+                client.adopt(making.publish(trained, tmp_path / "w", 2, torch.bfloat16)[0])
+                samples = exactness.play(
+                    client, path, store, groups=2, group_size=group_size, turns=turns,
+                    max_tokens=max_tokens, image_side=480,
+                )  # fmt: skip
     print(
         f"{total} tokens, {replayed:.0f} steps replayed as graphs: {differing} logprobs differ, "
         f"the largest difference is {largest}"
     )
     assert replayed and total > wanted // 3
     assert differing == 0 and largest == 0.0
-    metrics = learner.step(ready).metrics
-    assert metrics["mismatch_kl"] == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_float32_masters_move_weights(model: Path, store: MediaStore) -> None:
+    path = Path(os.environ.get("EXACT_MODEL", model))
+    samples, changed = making.samples(path, store, count=8), {}
+    for is_exact, master in ((True, "float32"), (False, "float32"), (True, "model")):
+        config = making.model_config(path, dtype="bfloat16", exact=is_exact)
+        trainer = making.trainer_config(device="cuda", lr=1e-6, master_dtype=master)
+        learner = making.build_learner(config, trainer, store, steps=20)
+        learner.replayed = range(1 << 30)  # no engine sampled these tokens
+        parameters = list(learner.forward.model.parameters())
+        before = [parameter.detach().cpu() for parameter in parameters]
+        for step in range(1, 21):
+            learner.step(exactness.prepare(learner, path, store, samples, 16384, step))
+        after = [parameter.detach().cpu() for parameter in parameters]
+        moved = sum(int((a != b).sum()) for a, b in zip(before, after, strict=True))
+        share = moved / sum(parameter.numel() for parameter in parameters)
+        changed["exact" if is_exact else "ordinary", master] = share
+        del learner, parameters
+        gc.collect()  # a model is in cycles
+    print(f"share of weights that changed in 20 steps at lr 1e-6: {changed}")
+    exact_share, ordinary_share, without_masters = changed.values()
+    assert exact_share > 0.5 * ordinary_share and exact_share > 2 * without_masters

@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 import making  # noqa: E402
 
-from sightline.compute.model import MODEL_DTYPES, load_model  # noqa: E402
+from sightline.compute.model import load_model  # noqa: E402
 from sightline.config import LoraConfig  # noqa: E402
 from sightline.families import Forward  # noqa: E402
 from sightline.media import MediaStore  # noqa: E402
@@ -43,15 +43,13 @@ def compare(rank: int, size: int, checkpoint: str, words: list[str], meet: str) 
     learner = making.build_learner(
         model, trainer, store, 10, RankInfo(rank, size, meet), algorithm=algorithm, lora=lora
     )
-    whole = load_model(checkpoint, learner.family, "cpu", "float32")
+    whole = load_model(checkpoint, learner.family, "cpu", model.dtype)
     whole.model.train()
     if lora.rank:
         add_adapters(whole, lora, model.train_vision, seed=0)
     elif not model.train_vision:
         freeze_vision(whole)
-    is_mixed = model.dtype != "float32"
-    compute = MODEL_DTYPES[model.dtype] if is_mixed else None
-    shard_model(whole, learner.dims.mesh, compute=compute)
+    shard_model(whole, learner.dims.mesh)
     reference = load_model(checkpoint, learner.family, "cpu", model.dtype)
     reference.model.eval().requires_grad_(False)
     shard_model(reference, learner.dims.mesh, frozen=True)

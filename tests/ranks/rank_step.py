@@ -86,9 +86,11 @@ def main() -> None:
     # The reference is the model itself, so a KL of 0 would prove nothing.
     with torch.no_grad():
         for name, parameter in learner.forward.model.named_parameters():
-            parameter.mul_(1.01)
+            master = learner.optimizer.get_master(parameter)
+            master.mul_(1.01)
             if "lora_B" in name:
-                parameter.add_(0.01)  # at zero, A would have no gradient
+                master.add_(0.01)  # at zero, A would have no gradient
+        learner.optimizer.round_masters()
     counts = watch_blocks(learner.forward.blocks())
     pixels = build_pixels(learner, store)
     materializer = pixels.materializer
@@ -108,8 +110,8 @@ def main() -> None:
         nonlocal num_updates
         num_updates += 1
         for name, parameter in learner.forward.model.named_parameters():
-            if parameter.grad is not None:
-                tensors[name] = full_tensor(parameter.grad).detach().clone()
+            if (gradient := learner.optimizer.get_master(parameter).grad) is not None:
+                tensors[name] = full_tensor(gradient).detach().clone()
 
     learner.optimizer.register_step_pre_hook(note)
     learner.diagnostics_every = int("probe" in words)
@@ -123,6 +125,10 @@ def main() -> None:
         build_merge_gather(learner.forward.model),
     )
     after = {f"after.{name}": whole for name, whole in iterate_gathered(plain, gather)}
+    if "mixed" in words:
+        for name, parameter in plain.items():
+            master = learner.optimizer.get_master(parameter)
+            after[f"after.master.{name}"] = full_tensor(master.detach())
     local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
     note_rank = {
         "bytes": local,

@@ -89,8 +89,9 @@ def try_in_process(kind: str, limit_s: float = LIMIT_S) -> Answer:
 
 
 def is_wrong(answer: Answer) -> bool:
-    """Return whether a type raised a raw error, or trains with other logprobs."""
-    return answer.result == ERROR or (answer.difference or 0.0) > TOLERANCE
+    """Return whether a type raised a raw error, could not be tried, or trains with other
+    logprobs."""
+    return answer.result in (ERROR, UNBUILT) or (answer.difference or 0.0) > TOLERANCE
 
 
 def format_table(answers: list[Answer]) -> str:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from sightline.errors import MessageError
 from sightline.media import ImageIngestor, MediaRef, MediaStore
-from sightline.message import ImagePart, TextPart, to_message, to_messages
+from sightline.message import ImagePart, TextPart, assistant, to_message, to_messages
 
 UNKNOWN_KINDS: list[Any] = [
     "file", "input_file", "movie", "input_audio",
@@ -79,6 +79,24 @@ def test_every_spelling_of_an_image_becomes_one_form(
 def test_text_part_with_extra_fields_is_text(store: MediaStore, part: dict[str, Any]) -> None:
     read = to_message({"role": "user", "content": [part]}, ImageIngestor(store), "messages[0]")
     assert read.content == (TextPart("a"),)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "tool"])
+@pytest.mark.parametrize("content", [{}, {"content": None}], ids=["missing", "null"])
+def test_only_an_assistant_message_may_lack_content(
+    store: MediaStore, role: str, content: dict[str, Any]
+) -> None:
+    with pytest.raises(MessageError, match=r"^messages\[0\]\.content: missing or null"):
+        to_messages([{"role": role, **content}], ImageIngestor(store))
+    (empty,) = to_messages([{"role": role, "content": ""}], ImageIngestor(store))
+    (answer,) = to_messages([{"role": "assistant", **content}], ImageIngestor(store))
+    assert empty.content == answer.content == ()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}], ids=str)
+def test_call_with_arguments_that_are_not_json_is_refused(value: Any) -> None:
+    with pytest.raises(MessageError, match=r"^assistant\(\)\[0\]\.arguments: not JSON"):
+        assistant(tool_calls=[{"name": "click", "arguments": {"x": value}}])
 
 
 @pytest.mark.parametrize("kind", UNKNOWN_KINDS, ids=str)

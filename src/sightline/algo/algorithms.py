@@ -87,7 +87,7 @@ class GRPO(Algorithm):
 
 
 class Supervised(Algorithm):
-    """-log pi of each trained token, with an optional KL term; `sightline sft` uses it."""
+    """-log pi of each trained token, with an optional KL term. `sightline sft` uses it."""
 
     def __init__(self, settings: AlgorithmConfig) -> None:
         super().__init__(settings)

@@ -217,8 +217,6 @@ class StepBench:
             # With random weights and advantages, a larger rate would diverge.
             "trainer": {"device": args.device, "lr": 1e-6},
         }
-        if exact:  # exact models refuse float32 master weights
-            values["trainer"]["master_dtype"] = "model"
         apply_overrides(values, args.overrides)
         values["trainer"].update(trainer)
         return validate_config(StepSettings, values, "bench step")

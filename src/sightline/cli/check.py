@@ -22,19 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from sightline.cli.config import detect_file_kind
     from sightline.cli.training import check_packages
+    from sightline.config import RunFile, load_config
 
     check_packages()
-    from sightline.cli.config import detect_file_kind
-    from sightline.config import RunFile, load_config
+    kind = detect_file_kind(args.file)
+    file: Any = load_config(kind, args.file, args.overrides)
+    # Imported after the settings are valid, because these load torch and take seconds.
     from sightline.launch.checks.model import resolve_model
     from sightline.launch.checks.table import REHEARSAL, SETTINGS, STORE, Facts, run_checks
     from sightline.launch.claim import check_run_folder
     from sightline.launch.jobs import RlJob, SftJob
     from sightline.run import RunDir
 
-    job: TrainingJob[Any] = RlJob() if detect_file_kind(args.file) is RunFile else SftJob()
-    file = load_config(job.file_kind, args.file, args.overrides)
+    job: TrainingJob[Any] = RlJob() if kind is RunFile else SftJob()
     run_dir = RunDir(Path(file.run.dir).absolute())
     run_checks(Facts(run_dir, file), SETTINGS)
     parent = check_run_folder(run_dir.path)

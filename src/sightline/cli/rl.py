@@ -31,23 +31,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sightline.launch.jobs import RlJob
-
     if args.on:
         args.overrides = [*args.overrides, f"launch.on={args.on}"]
-    job = RlJob(args.plain, bool(args.job))
     path = args.resume / "config.toml" if args.resume else Path(args.file or "")
+    overrides = [word for word in [args.file, *args.overrides] if word][not args.resume :]
+    runs, clusters = [overrides], set[str]()
+    if not args.resume:
+        runs = training.expand_sweep(RunFile, path, overrides)
+    if path.is_file() or not args.resume:
+        clusters = {load_config(RunFile, path, words).launch.on for words in runs}
+    # Imported after the settings are valid, because it loads torch and takes seconds.
+    from sightline.launch.jobs import RlJob
+
+    job = RlJob(args.plain, bool(args.job))
     if not path.is_file():
         return training.run_training(job, args)  # this raises the error
-    overrides = [word for word in [args.file, *args.overrides] if word][not args.resume :]
     if args.job:
         from sightline.launch.submit import run_job
 
         training.check_packages()
         run_job(job, path, overrides, args.job, args.resume)
         return 0
-    runs = [overrides] if args.resume else training.expand_sweep(RunFile, path, overrides)
-    clusters = {load_config(RunFile, path, words).launch.on for words in runs}
     if clusters <= {"local", "ray"} and not args.dry_run and not args.output:
         return training.run_training(job, args)
     if len(runs) > 1 and (len(clusters) > 1 or clusters == {"kubernetes"}):

@@ -1,7 +1,8 @@
 """`sightline stop`: stop a run after its current step.
 
 Asks the run's launcher to write a checkpoint and end the run, and waits until it has. The run can
-be resumed, as after Ctrl-C.
+be resumed, as after Ctrl-C. Exits with 0 if the run has stopped or finished, now or before, and
+with 1 if it has failed.
 """
 
 from __future__ import annotations
@@ -23,36 +24,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from sightline.view import run_status
     from sightline.view.console import describe_events
     from sightline.view.events import read_events
     from sightline.view.run_files import get_run_dir
-    from sightline.view.run_status import (
-        FAILED,
-        STOPPED,
-        check_holds_lock,
-        find_launcher,
-        get_status,
-    )
 
     run_dir = get_run_dir(args.run_dir)
-    status = get_status(run_dir)
+    status = run_status.get_status(run_dir)
     launcher = status.launcher
     if launcher is None:
-        print(f"{run_dir.path} is not running: it is {status.state}")
-        return 0
-    if not launcher.is_here:
+        print(f"nothing to stop: no launcher holds the lock of {run_dir.path}")
+    elif not launcher.is_here:
         raise ConfigError(
             f"{run_dir.path} runs on {launcher.host}", f"run this command on {launcher.host}"
         )
-    check_holds_lock(run_dir, launcher)
-    phase, _ = describe_events(read_events(run_dir.metrics))
-    if phase not in ENDING:
-        os.kill(launcher.pid, signal.SIGTERM)
-    print(f"asked process {launcher.pid} to stop {run_dir.path} after the current step", flush=True)
-    while find_launcher(run_dir) == launcher:
-        time.sleep(0.2)
-    status = get_status(run_dir)
-    print(f"{run_dir.path} is {status.state} at step {status.step} of {status.steps_total}")
-    if status.state in (STOPPED, FAILED):
+    else:
+        run_status.check_holds_lock(run_dir, launcher)
+        phase, _ = describe_events(read_events(run_dir.metrics))
+        if phase not in ENDING:
+            os.kill(launcher.pid, signal.SIGTERM)
+        print(f"process {launcher.pid} stops {run_dir.path} after the current step", flush=True)
+        while run_status.find_launcher(run_dir) == launcher:
+            time.sleep(0.2)
+        status = run_status.get_status(run_dir)
+    cause = f": {status.cause}" if status.cause else ""
+    print(f"{run_dir.path}: {status.state} at step {status.step} of {status.steps_total}{cause}")
+    if status.state in (run_status.STOPPED, run_status.FAILED):
         print(f"resume: {status.resume_command}")
-    return 0
+    return int(status.state == run_status.FAILED)

@@ -45,11 +45,7 @@ def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
         # With --resume there is no run file, so every word is an override.
         resume_run(job, args.resume, [word for word in [args.file, *args.overrides] if word])
         return 0
-    if not args.file or re.match(r"\w+\.\w+=", args.file):
-        raise ConfigError(
-            "no run file given", "name one before the settings, or resume a run with --resume RUN"
-        )
-    runs = expand_sweep(job.file_kind, Path(args.file), args.overrides)
+    runs = expand_sweep(job.file_kind, Path(args.file or ""), args.overrides)
     if len(runs) > 1:
         if find_context() is not None:
             raise ConfigError("torchrun cannot run a sweep", "give one value per setting")
@@ -62,13 +58,15 @@ def expand_sweep(
     kind: type[RunFile] | type[SftFile], path: Path, overrides: list[str]
 ) -> list[list[str]]:
     """Return the overrides of each run of a sweep. Run names contain the values that vary."""
+    if not path.name or re.match(r"\w+\.\w+=", str(path)):
+        raise ConfigError(
+            "no run file given", "name one before the settings, or resume a run with --resume RUN"
+        )
     combinations = expand_overrides(overrides)
+    files = [load_config(kind, path, combination) for combination in combinations]
     if len(combinations) == 1:
         return combinations
-    return [
-        [*combination, *_name_run(load_config(kind, path, combination), combination, overrides)]
-        for combination in combinations
-    ]
+    return [[*c, *_name_run(f, c, overrides)] for f, c in zip(files, combinations, strict=True)]
 
 
 def run_sweep(job: TrainingJob[AnyRun], path: Path, runs: list[list[str]]) -> int:

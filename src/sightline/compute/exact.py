@@ -42,7 +42,7 @@ TRIED_IMAGES = ((5, 7), (1, 1), (16, 20))
 """Rows and columns of images, in merged patches."""
 MAX_TRIED = 1 << 28
 """Maximum number of values in a trial."""
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+DTYPES = {"cuda": {torch.bfloat16}, "cpu": {torch.float32, torch.bfloat16}}
 Product = Callable[..., Tensor]
 """`F.linear`, or a product with the same arguments."""
 
@@ -84,10 +84,10 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
 
 
 def _check_kind(forward: Forward, device: torch.device, dtype: torch.dtype) -> None:
-    if DTYPES.get(device.type) != dtype:
+    if dtype not in DTYPES.get(device.type, ()):
         raise ConfigError(
             f"[model] exact = true with {str(dtype).removeprefix('torch.')} on {device.type}",
-            'it is held in dtype = "bfloat16" on CUDA, and in "float32" on a CPU',
+            'set dtype = "bfloat16"',
         )
     convolutions = [m for m in forward.model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
     inside = {id(p) for module in convolutions for p in module.parameters()}

@@ -31,7 +31,7 @@ def keep_tensor(tensor: Tensor) -> Tensor:
 
 
 def resolve_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a tensor is written as: `dtype` if given, for floating tensors."""
+    """Return the dtype of a tensor in the file: for floats `dtype` if given, else its own."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 

@@ -390,7 +390,7 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row without filters, and return tokens and logprobs.
 
-    Temperature 0 picks the most likely token. `banned` masks ids; `uniform` is float64 in [0, 1).
+    Temperature 0 picks the most likely token. `banned` masks ids. `uniform` is float64 in [0, 1).
     """
     num_rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, SAMPLE_CHUNK)

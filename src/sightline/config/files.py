@@ -63,11 +63,6 @@ class _TrainingFile(ConfigSection):
         reasons = {}
         if self.lora.rank:
             reasons["[lora] rank"] = "the sampler merges the adapters into the weights"
-        if self.model.dtype != "float32" and self.trainer.master_dtype == "float32":
-            reasons['[trainer] master_dtype = "float32"'] = (
-                "the trainer rounds its weights while it gathers them. With "
-                f'dtype = "{self.model.dtype}", use master_dtype = "model"'
-            )
         return reasons
 
 
@@ -91,7 +86,7 @@ class RunFile(_TrainingFile):
 
     @property
     def mismatch_limit(self) -> float:
-        """The maximum mismatch KL per token; 0 means no limit."""
+        """The maximum mismatch KL per token. 0 means no limit."""
         if self.orchestrator.max_mismatch is not None:
             return self.orchestrator.max_mismatch
         if self.inference.keep_kv_over_updates:
@@ -110,7 +105,7 @@ class RunFile(_TrainingFile):
         return any(map(self._has_servers_gpu, range(self.trainer.ranks)))
 
     def get_trainer_memory_share(self, rank: int) -> float:
-        """Return the fraction of its GPU's memory that a rank may use; 0 means all of it."""
+        """Return the fraction of its GPU's memory that a rank may use. 0 means all of it."""
         if not self._has_servers_gpu(rank):
             return 0.0
         left = 1 - CONTEXTS_SHARE - self.server_memory_share * self.num_servers

@@ -75,12 +75,7 @@ class ModelConfig(ConfigSection):
         return {name: value for name, value in bounds.items() if value is not None}
 
     def check_exact_on_cpu(self, ranks: int) -> None:
-        """Raise if `exact` does not work on CPUs with this dtype or number of ranks."""
-        if self.exact and self.dtype != "float32":
-            raise ConfigError(
-                f"[model] exact = true with dtype = {self.dtype!r} on a CPU",
-                'set dtype = "float32", or train on a GPU',
-            )
+        """Raise if `exact` does not work on CPUs with this number of ranks."""
         if self.exact and ranks > 1:
             raise ConfigError(
                 f"[model] exact = true with {ranks} ranks on CPUs: exact CPU runs encode one image "
@@ -303,7 +298,8 @@ class TrainerConfig(ConfigSection):
     """Also keep a checkpoint permanently every this many steps. 0 keeps only the most recent
     ones."""
     master_dtype: Literal["float32", "model"] = "float32"
-    """Precision of the weights that the optimizer updates. `model` uses [model] dtype."""
+    """Precision of the weights that the optimizer updates. With float32, a bfloat16 model computes
+    with their rounded values. `model` uses [model] dtype, which rounds small updates away."""
     activation_checkpointing: Mutable[bool] = False
     """Whether to recompute activations in the backward pass, which saves memory."""
     compile_backend: str = ""

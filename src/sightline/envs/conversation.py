@@ -119,7 +119,7 @@ def _check_at_least(name: str, value: int, least: int) -> None:
 
 
 class Conversation:
-    """Continues `chat` on its own branch; `windows` are applied in order."""
+    """Continues `chat` on its own branch. `windows` are applied in order."""
 
     def __init__(self, chat: Chat, *windows: Window) -> None:
         self._chat = chat.branch()

@@ -105,7 +105,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not file.exists():
         raise FamilyError(
             f"{path} is not a checkpoint: it has no config.json",
-            "create one with `sightline model tiny DIR`, or point [model] path at a checkpoint",
+            "create one with `sightline model tiny DIR`, or name the folder of a checkpoint",
         )
     # transformers also opens files, which it finds in the folder and in its folders.
     for found in (*path.glob("*"), *path.glob("*/*")):

@@ -99,7 +99,7 @@ def check_arguments(call: ToolCall, path: str) -> None:
     """Raise MessageError unless a call's arguments are a JSON object. `path` names the call."""
     path = f"{path}.function.arguments"
     try:
-        arguments = json.loads(call.arguments)
+        arguments = json.loads(call.arguments, parse_constant=_refuse_constant)  # such as NaN
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

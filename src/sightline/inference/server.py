@@ -138,7 +138,7 @@ class InferenceServer:
             ],
             lifespan=self._lifespan,
             exception_handlers={HTTPException: _answer_unserved},
-            middleware=[Middleware(GuardMiddleware, guard=self.guard)],
+            middleware=[Middleware(GuardMiddleware, guard=self.guard, respond=_respond)],
         )
 
     @contextlib.asynccontextmanager
@@ -290,8 +290,12 @@ async def _answer_unserved(http: Request, error: Exception) -> Response:
         f"{http.method} {http.url.path[:80]!r} is not served here",
         "POST /v1/chat/completions or /inference/v1/generate; docs/serving_api.md lists all paths",
     )
-    is_chat = http.url.path.startswith("/v1/")
-    return chat_error_response(refusal) if is_chat else error_response(refusal)
+    return _respond(http.url.path, refusal)
+
+
+def _respond(path: str, error: SightlineError) -> Response:
+    """Return the response for an error, in the format of the path."""
+    return chat_error_response(error) if path.startswith("/v1/") else error_response(error)
 
 
 def build_response(checked: ValidatedRequest, requests: list[EngineRequest]) -> GenerateResponse:

@@ -50,11 +50,10 @@ def build_kubernetes(file: RunFile, text: str, overrides: Sequence[str]) -> str:
     command = [file.launch.python, "-m", "sightline", "rl", "--plain", RUN_FILE, *overrides]
     command += [f"rollout.workers={file.rollout.workers}", f"launch.port={port}", "--job", name]
     specs = plan_run(file, Path(), name, Endpoints(f"tcp://{name}:{port}"))
-    launcher = {"name": LAUNCHER, "command": command, "limits": _list_limits(specs[-1].resources)}
-    others = [
-        {"name": spec.name, "command": spec.command, "limits": _list_limits(spec.resources)}
-        for spec in specs
-        if file.launch.is_elsewhere(spec.name)
+    placed = [(s.name, s.command, s) for s in specs if file.launch.is_elsewhere(s.name)]
+    jobs = [
+        {"name": n, "command": c, "limits": _list_limits(s.resources), "variables": s.variables}
+        for n, c, s in [(LAUNCHER, command, specs[-1]), *placed]
     ]
     environment = Environment(
         loader=PackageLoader("sightline.launch"), undefined=StrictUndefined, trim_blocks=True
@@ -64,7 +63,7 @@ def build_kubernetes(file: RunFile, text: str, overrides: Sequence[str]) -> str:
         settings=file.launch.kubernetes,
         port=port,
         run_file=text,
-        jobs=[launcher, *others],
+        jobs=jobs,
         launcher=LAUNCHER,
         home=HOME,
         scratch=file.launch.scratch,

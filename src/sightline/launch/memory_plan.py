@@ -136,17 +136,17 @@ def plan_rank(
     trainer, ranks = file.trainer, file.trainer.ranks
     itemsize = 4 if file.model.dtype == "float32" else 2
     master = itemsize if trainer.master_dtype == "model" else 4
-    is_mixed, is_rl = master != itemsize, isinstance(file, RunFile)
+    is_rl = isinstance(file, RunFile)
     items = {
-        "parameters": master * model.parameters // ranks,
+        "parameters": itemsize * model.parameters // ranks,
         "gradients": master * model.trained // ranks,
         "moments": 2 * master * model.trained // ranks,
     }
+    if master != itemsize:
+        items["float32 masters"] = master * model.trained // ranks
     if ranks > 1:  # the outer unit stays gathered; of the blocks, one computes and one is fetched
         gathered = itemsize * (model.outside_blocks + 2 * model.largest_block)
         items["gathered parameters"] = gathered + master * model.largest_block
-    elif is_mixed:
-        items["gathered parameters"] = itemsize * model.parameters
     needs = (load_algorithm if is_rl else Supervised)(file.algorithm).needs
     if frozen := bool(needs.reference) + bool(needs.teacher_logprobs):
         items["frozen models"] = frozen * itemsize * model.parameters // ranks

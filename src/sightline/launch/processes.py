@@ -305,8 +305,8 @@ def read_address(server: subprocess.Popen[str], model: Path) -> str:
     listening = next((line for line in server.stdout if line.startswith("serving ")), "")
     if not listening:
         raise ProcessFailed(
-            f"{model} cannot be served; the error above says why",
-            "fix what it names; `sightline serve` repeats it",
+            f"{model} cannot be served. The error above says why",
+            f"fix that error. `sightline serve {model}` shows it again",
         )
     return listening.split()[-1]
 

@@ -145,11 +145,24 @@ def plan_run(file: RunFile, path: Path, run_id: str, at: Endpoints) -> list[Proc
             arguments = ["process", name, scratch, "--join", *words, "--threads", str(count)]
             host = find_command_prefix(file, name, run_id)
             python = python or file.launch.python
-            return ProcessSpec(name, arguments, count, {}, python, host, resources)
+            hidden = dict.fromkeys(list_hidden_variables(file, name), "")
+            return ProcessSpec(name, arguments, count, hidden, python, host, resources)
         spec = build_local_spec(name, path, threads.get(name.partition("-")[0], 1), words)
         return replace(spec, python=python, resources=resources)
 
     return [plan(name) for name in list_names(file)]
+
+
+def list_hidden_variables(file: RunFile, name: str) -> list[str]:
+    """Return the environment variables that a process on another machine must not inherit. A worker
+    gets its own token of the media service, and needs no control token."""
+    if not name.startswith("worker-"):
+        return []
+    tokens = [file.inference.control_token]
+    if file.media.root.startswith(("http://", "https://")):  # a media service
+        tokens += [file.media.token, file.media.control_token]
+    needed = file.inference.token
+    return sorted(t.removeprefix("env:") for t in {*tokens} - {needed} if t.startswith("env:"))
 
 
 def describe_plan(file: RunFile, specs: list[ProcessSpec]) -> str:

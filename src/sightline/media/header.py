@@ -31,6 +31,8 @@ MAX_GIF_BLOCKS = 300_000
 """GIF frames, extensions, and their blocks of at most 255 bytes: 64 MiB fill 262,144."""
 MAX_GIF_COMMENT_BYTES = 1024**2
 """Maximum bytes of a GIF before its first frame. Pillow joins its comments block by block."""
+PNG_COLOR_TYPE, PNG_PALETTE = 25, 3
+"""Offset of the color type in a PNG, and the type of images whose pixels refer to a palette."""
 DECODER_BYTES = 8
 """Measured memory per pixel: four bytes of the decoder's image and four of RGB."""
 WEBP_DECODER_BYTES = 17
@@ -69,7 +71,7 @@ class ImageLimits(msgspec.Struct, frozen=True):
         if num_bytes > self.max_bytes:
             raise MediaRefused(
                 f"{num_bytes} bytes, above the limit of {self.max_bytes}",
-                "scale it down or compress it more, or raise the limit on bytes",
+                "scale it down or compress it more",
             )
 
     def check_header(self, header: ImageHeader) -> None:
@@ -79,7 +81,7 @@ class ImageLimits(msgspec.Struct, frozen=True):
             raise MediaRefused(
                 f"{header.mime} of {header.width}x{header.height} needs {needed} bytes of memory "
                 f"to decode, above the limit of {self.max_decoder_bytes}",
-                "scale it down, or raise the limit on the decoder's memory",
+                "scale it down",
             )
 
     def check_video(self, num_frames: int, duration_s: float, frame_pixels: int) -> None:
@@ -102,7 +104,7 @@ class ImageLimits(msgspec.Struct, frozen=True):
             raise MediaRefused(
                 f"image of {width}x{height} has {width * height} pixels; the limits are 1 pixel, "
                 f"{self.max_pixels} pixels, and {self.max_side} pixels per side",
-                "scale it down, or raise the limit",
+                "scale it to a size within the limits",
             )
 
 
@@ -203,6 +205,8 @@ def _walk_png(data: bytes) -> _Walked:
             size = struct.unpack_from(">II", data, start)
         elif kind == b"eXIf":
             exif = data[start:stop]
+        elif kind == b"IDAT" and data[PNG_COLOR_TYPE] == PNG_PALETTE and b"PLTE" not in kinds:
+            raise _broken("PNG", "its pixels refer to a palette, and no PLTE chunk precedes them")
         kinds.add(kind)
         if kind == b"IEND":
             break

@@ -64,7 +64,7 @@ class Remote(Protocol):
     def has(self, digest: str) -> bool: ...
 
     def renew(self, digest: str) -> bool:
-        """Set the last use to now, by the remote's clock. Return False if it has no such image."""
+        """Set the last use to now, by the remote's clock. Return False if it is missing."""
 
     def remove(self, digest: str) -> None: ...
 

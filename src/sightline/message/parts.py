@@ -207,7 +207,11 @@ def read_tool_call(call: Any, path: str) -> ToolCall:
         raise MessageError.at(path, "not a tool call", "pass a function with name and arguments")
     arguments = function.get("arguments", "{}")
     if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        try:
+            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            fix = "pass an object of JSON values"
+            raise MessageError.at(f"{path}.arguments", f"not JSON: {error}", fix) from None
     return ToolCall(name=function["name"], arguments=arguments, id=str(call.get("id") or ""))
 
 

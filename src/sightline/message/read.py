@@ -87,6 +87,9 @@ def to_message(message: Message | dict[str, Any], resolver: ImageResolver, path:
             raise MessageError.at(f"{path}.{key}", "not supported", "remove it")
     for key in ("reasoning_content", "reasoning", "tool_call_id", "name"):
         _check_type(message.get(key), str | None, f"{path}.{key}", "pass text or null")
+    if message.get("content") is None and role != "assistant":
+        fix = "pass text, which may be empty, or a list of parts"
+        raise MessageError.at(f"{path}.content", "missing or null", fix)
     reasoning = message.get("reasoning_content")
     return Message(
         role=role,

@@ -22,7 +22,7 @@ def pack(
     limit: PackSize,
     aggregation: AggregationFunction = by_tokens,
 ) -> list[MicroBatch]:
-    """Pack samples into micro-batches; `aggregation` gives the weight of their trained tokens.
+    """Pack samples into micro-batches. `aggregation` gives the weight of their trained tokens.
 
     The same samples give the same packs, in every process and after every restart. A sample that
     is larger than `limit` gets a micro-batch of its own.

@@ -45,7 +45,7 @@ def build_micro_batch(
 
 
 class _MicroBatchBuilder:
-    """A micro-batch under construction; `_path` holds the places of the current row's tokens."""
+    """A micro-batch under construction. `_path` holds the places of the current row's tokens."""
 
     def __init__(self, family: Family, num_tokens: int) -> None:
         self._family = family

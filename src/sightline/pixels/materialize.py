@@ -139,7 +139,7 @@ class Materializer:
             yield ahead.popleft()
 
     def submit(self, item: MediaItem, keep: bool = True) -> Future[Pixels]:
-        """Check `item` and return the future of its pixels; `keep` adds them to the cache."""
+        """Check `item` and return the future of its pixels. `keep` adds them to the cache."""
         self.family.check_item(item)
         with self._lock:
             if (pixels := self._cache.get(item)) is not None:

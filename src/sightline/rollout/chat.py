@@ -48,7 +48,7 @@ class CompletedTurn:
 
 @dataclass(kw_only=True)
 class RolloutChat(ModelChat):
-    """One conversation. `leaf` is its last message; `ask` may move it to another branch."""
+    """One conversation. `leaf` is its last message. `ask` may move it to another branch."""
 
     renderer: Renderer
     client: GenerateClient | RoutedClient

@@ -154,7 +154,7 @@ class InterceptionServer:
         app = Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
         self._server = LoopServer(
             # Each rollout has its own key, so the guard needs no token.
-            GuardMiddleware(app, RequestGuard(_HOST)),
+            GuardMiddleware(app, RequestGuard(_HOST), _refuse),
             self.limits,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
@@ -236,6 +236,10 @@ class InterceptionServer:
                 )
             )
             return OpenAIErrorResponse(500, type(error).__name__, f"{error}")
+
+
+def _refuse(path: str, error: SightlineError) -> Response:
+    return OpenAIErrorResponse.of(error, ChatDialect()).to_response()
 
 
 def _read_request(

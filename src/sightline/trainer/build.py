@@ -15,7 +15,7 @@ from sightline.algo.algorithm import Algorithm
 from sightline.algo.algorithms import Supervised, load_algorithm
 from sightline.algo.registry import load_aggregation
 from sightline.compute.feature_cache import FeatureCache
-from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
+from sightline.compute.model import limit_gpu_memory, load_model, pick_device
 from sightline.compute.weight_transport import find_transport
 from sightline.config import (
     AlgorithmConfig,
@@ -106,11 +106,9 @@ def build_learner(
     algorithm = algorithm or load_algorithm(AlgorithmConfig())
     device = pick_rank_device(trainer.device, ranks)
     dims = ParallelDims.of(ranks, trainer.context_parallel)
-    master = model.dtype if trainer.master_dtype == "model" else "float32"
-    is_mixed = master != model.dtype
     if device.type == "cpu":
         model.check_exact_on_cpu(dims.size)
-    if dims.is_distributed or is_mixed:
+    if dims.is_distributed:
         dims.join(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())
     check_context_parallel(family, model.path, dims.context, model.exact)
@@ -118,7 +116,7 @@ def build_learner(
     # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)
     exact = (str(device), model.dtype) if model.exact else None
-    forward = load_model(model.path, family, place, master, exact)
+    forward = load_model(model.path, family, place, model.dtype, exact)
     forward.model.eval()  # without dropout and router noise: logprobs must not be random
     if lora.rank:
         add_adapters(forward, lora, model.train_vision, seed)
@@ -127,10 +125,8 @@ def build_learner(
     value_head = add_value_head(forward, algorithm, device, seed)
     wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile_backend, model.exact)
     sharded = None
-    if dims.is_distributed or is_mixed:
-        compute = MODEL_DTYPES[model.dtype] if is_mixed else None
-        sharded = shard_model(forward, dims.mesh, compute=compute)
-    if sharded is not None and dims.is_distributed:
+    if dims.is_distributed:
+        sharded = shard_model(forward, dims.mesh)
         load_shards(sharded, resolve_checkpoint(model.path, True), device)
 
     def load_frozen(path: str, features: FrozenTowerFeatures | None) -> FrozenModel:
@@ -239,7 +235,7 @@ def build_pixels(learner: Learner, store: MediaStore) -> MicroBatchPixels:
 def build_conversations(
     config: SftFile, learner: Learner, pixels: MicroBatchPixels, **options: Any
 ) -> ConversationBatches:
-    """Build the batches of supervised training; `options` are fields of `ConversationBatches`."""
+    """Build the batches of supervised training. `options` are fields of `ConversationBatches`."""
     store = pixels.materializer.store
     renderer = load_renderer(config.model.path, store, learner.family)
     preparer = build_preparer(config.media, learner, pixels, sampled=False)

@@ -26,11 +26,11 @@ from pathlib import Path
 
 import msgspec
 from torch import nn
-from torch.optim import Optimizer
 
 from sightline.compute.tensor_file import is_intact
 from sightline.errors import ResumeRefused
 from sightline.media.files import sync_directory
+from sightline.trainer.optimizer import MasterAdamW
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.ranks import NO_CHANNEL
 from sightline.trainer.snapshot import MAX_THREADS, ShardReader, ShardSnapshot, take_snapshot
@@ -181,7 +181,7 @@ class CheckpointSaver:
     on_complete: Callable[[], None] = lambda: None
     """Called in rank 0's thread when a checkpoint is complete."""
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer, last: bool) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: MasterAdamW, last: bool) -> None:
         """Start the checkpoint of `step` if it is due.
 
         The last one is not copied, so the weights must not change until `background_task` is done.

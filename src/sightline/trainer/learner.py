@@ -25,13 +25,11 @@ from sightline.trainer.batch_loss import (
 )
 from sightline.trainer.blocks import count_compiled_graphs
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
-from sightline.trainer.optimizer import lr_scale, set_learning_rate
+from sightline.trainer.optimizer import MasterAdamW, lr_scale, set_learning_rate
 from sightline.trainer.probe import NUM_PASSES, ImageSwapProbe, pick_probe_micro_batch, probe
 from sightline.trainer.shard import (
     call_gathered,
     full_tensor,
-    release_gathered,
-    set_gradient_sync,
 )
 from sightline.trainer.step_result import (
     MetricSums,
@@ -55,7 +53,7 @@ METRIC = "algorithm "
 class Learner(LossComputer):
     """Computes training steps."""
 
-    optimizer: torch.optim.AdamW
+    optimizer: MasterAdamW
     steps: int
     vocab_size: int
     seed: int = 0
@@ -126,13 +124,10 @@ class Learner(LossComputer):
     ) -> list[tuple[MicroBatch, Tensor]]:
         """Add up a minibatch's gradients. Return its micro-batches with their logprobs."""
         trained: list[tuple[MicroBatch, Tensor]] = []
-        places = [at for at in minibatch if len(ready.micro_batches[at].batch.trained)]
-        last = max(places, default=-1)
         for place, micro_batch in self._iterate(ready, f"step {ready.step}", minibatch):
             if epoch == 0:
                 metric_sums.count("all_tokens", len(micro_batch.batch.token_ids))
             if len(micro_batch.batch.trained) or self.dims.is_distributed:
-                set_gradient_sync(self.sharded, self.dims.is_distributed or place == last)
                 scores = prior[place] if prior else None
                 try:
                     loss = self.backward(micro_batch, metric_sums, step_timer, scores)
@@ -302,7 +297,6 @@ class Learner(LossComputer):
 
     def update(self, step: int) -> Float[Tensor, ""]:
         """Clip and apply the gradients. Return their norm before clipping, on the device."""
-        release_gathered(self.sharded)
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         parameters = [p for p in trained if p.grad is not None]
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))

@@ -1,11 +1,22 @@
-"""The AdamW optimizer and the learning rate schedule."""
+"""The AdamW optimizer, its float32 master weights, and the learning rate schedule.
+
+A 16-bit weight cannot hold an update that is smaller than its rounding. So the optimizer updates a
+float32 master of each 16-bit parameter, and rounds it into the parameter. The model computes with
+the rounded weights, and exactly these are published.
+
+    backward: parameter.grad (16 bits) --added in float32--> master.grad, and freed
+    step:     master --AdamW--> master --rounded--> parameter
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sightline.config import TrainerConfig
 from sightline.families import Forward
@@ -16,20 +27,56 @@ def freeze_vision(forward: Forward) -> None:
         parameter.requires_grad_(False)
 
 
-def build_optimizer(forward: Forward, config: TrainerConfig) -> torch.optim.AdamW:
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW that updates the masters of 16-bit parameters. All others are their own masters."""
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], masters: Mapping[Tensor, Tensor], **options: Any
+    ) -> None:
+        super().__init__(groups, **options)
+        self._masters = dict(masters)
+        for parameter, master in self._masters.items():
+            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
+        self.register_step_post_hook(lambda *_: self.round_masters())
+
+    def get_master(self, parameter: Tensor) -> Tensor:
+        """Return the tensor whose value `parameter` has, rounded or not."""
+        return self._masters.get(parameter, parameter)
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        for parameter, master in self._masters.items():
+            parameter.copy_(master)
+
+
+def _move_gradient(master: Tensor, parameter: Tensor) -> None:
+    """Add a parameter's gradient to that of its master in float32, and free it."""
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    if master.grad is None:
+        master.grad = gradient.float()
+    else:
+        master.grad += gradient
+
+
+def build_optimizer(forward: Forward, config: TrainerConfig) -> MasterAdamW:
     """Build AdamW for the trained parameters. Only matrices have weight decay."""
     seen = {id(parameter) for _, parameter in forward.vision_parameters()}
     trained = [p for p in forward.model.parameters() if p.requires_grad]
+    masters: dict[Tensor, Tensor] = {}
+    if config.master_dtype == "float32":
+        masters = {p: p.detach().float() for p in trained if p.dtype != torch.float32}
     groups: list[dict[str, Any]] = []
     for is_vision, peak in ((False, config.lr), (True, config.vision_lr or config.lr)):
-        group = [p for p in trained if (id(p) in seen) == is_vision]
+        group = [masters.get(p, p) for p in trained if (id(p) in seen) == is_vision]
         if group or not is_vision:
             matrices, vectors = [p for p in group if p.ndim >= 2], [p for p in group if p.ndim < 2]
             groups += [
                 {"params": matrices, "peak_lr": peak, "weight_decay": config.weight_decay},
                 {"params": vectors, "peak_lr": peak, "weight_decay": 0.0},
             ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    betas = (config.beta1, config.beta2)
+    return MasterAdamW(groups, masters, lr=config.lr, betas=betas, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:

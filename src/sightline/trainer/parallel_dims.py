@@ -80,10 +80,7 @@ class ParallelDims:
     def join(self, ranks: RankInfo, device: torch.device) -> None:
         """Join the other ranks and build the mesh. Every rank calls it once."""
         if not dist.is_initialized():
-            store: dist.Store
-            if not self.is_distributed:
-                store = dist.HashStore()
-            elif self.is_lead:
+            if self.is_lead:
                 host, _, port = ranks.master_address.rpartition(":")
                 store = listen_store(host, int(port), START_S)
             else:

@@ -129,7 +129,7 @@ class RunWriter:
     def report(
         self, ready: ReadyBatch, result: StepResult, busy: tuple[float, float], publish_s: float
     ) -> None:
-        """Write the metrics of a step; `busy` is its start and end, in seconds since 1970."""
+        """Write the metrics of a step. `busy` is its start and end, in seconds since 1970."""
         if self.events is None:
             return
         if isinstance(self.config, RunFile):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -36,7 +35,7 @@ class ShardedModel(nn.Module):
 
 
 def call_gathered(sharded: ShardedModel | None, function: Callable[[], T]) -> T:
-    """Call `function` with the parameters of `sharded` gathered; None is an unsharded model.
+    """Call `function` with the parameters of `sharded` gathered. None is an unsharded model.
 
     The function takes no arguments, because FSDP on a GPU would pass copies of them.
     """
@@ -44,37 +43,19 @@ def call_gathered(sharded: ShardedModel | None, function: Callable[[], T]) -> T:
     return result
 
 
-def shard_model(
-    forward: Forward,
-    mesh: DeviceMesh,
-    frozen: bool = False,
-    compute: torch.dtype | None = None,
-) -> ShardedModel:
+def shard_model(forward: Forward, mesh: DeviceMesh, frozen: bool = False) -> ShardedModel:
     """Shard the model in place: each block is a unit, and the rest is another.
 
-    With `compute`, shards keep their precision, blocks compute in `compute`, and gradients are
-    reduced in float32. A single rank saves no memory by sharding, so it gathers once per step.
+    Ranks sum their gradients in float32.
     """
-    reduce = None if compute is None else torch.float32
-    inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    # The inputs of the wrapped function are not activations.
-    outer = replace(inner, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for block in forward.blocks():
-        fully_shard(block, mesh=mesh, mp_policy=inner)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     sharded = ShardedModel(forward.model)
     # Without a backward pass, the parameters would stay gathered forever.
-    fully_shard(sharded, mesh=mesh, mp_policy=outer, reshard_after_forward=True if frozen else None)
-    if mesh.size() == 1:
-        unit = cast(FSDPModule, sharded)
-        unit.set_reshard_after_forward(False)
-        unit.set_reshard_after_backward(False)
+    reshard = True if frozen else None
+    fully_shard(sharded, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     return sharded
-
-
-def set_gradient_sync(sharded: ShardedModel | None, syncs: bool) -> None:
-    """Set whether the next backward passes reduce gradients, or accumulate them locally."""
-    if sharded is not None:
-        cast(FSDPModule, sharded).set_requires_gradient_sync(syncs)
 
 
 def release_gathered(sharded: ShardedModel | None) -> None:
@@ -86,10 +67,7 @@ def release_gathered(sharded: ShardedModel | None) -> None:
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor. If it is sharded, every rank must call this."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    is_whole = tensor.device_mesh.size() == 1 and not any(p.is_partial() for p in tensor.placements)
-    return tensor.to_local() if is_whole else tensor.full_tensor()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def identify_machine() -> str:

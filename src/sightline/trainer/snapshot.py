@@ -17,7 +17,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from sightline.compute.checkpoint_files import LocalRows, fill_rows
 from sightline.compute.tensor_file import split_by_size, write_tensors
@@ -26,6 +25,7 @@ from sightline.errors import FamilyError, ResumeRefused, WeightsError
 from sightline.families.device_copy import copy_for_thread
 from sightline.regular_file import check_file
 from sightline.trainer.lora import is_value_head, plain_parameters
+from sightline.trainer.optimizer import MasterAdamW
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.shard import ShardedModel
 from sightline.wire.weights import WeightFile
@@ -63,9 +63,12 @@ class ShardSnapshot:
 
 
 def take_snapshot(
-    model: nn.Module, optimizer: Optimizer, dims: ParallelDims, copy: bool = True
+    model: nn.Module, optimizer: MasterAdamW, dims: ParallelDims, copy: bool = True
 ) -> ShardSnapshot:
-    """Return this rank's tensors, copied or not. Only rank 0 keeps tensors that all ranks have."""
+    """Return this rank's tensors, copied or not. Only rank 0 keeps tensors that all ranks have.
+
+    16-bit parameters are stored as their float32 masters.
+    """
     tensors: dict[str, Tensor] = {}
     places: dict[str, tuple[int, int]] = {}
     for key, tensor in _named_tensors(model, optimizer):
@@ -138,10 +141,10 @@ class ShardReader:
 
 
 def restore(
-    shards: ShardReader, model: nn.Module, optimizer: Optimizer, dims: ParallelDims, source: Path
+    shards: ShardReader, model: nn.Module, optimizer: MasterAdamW, dims: ParallelDims, source: Path
 ) -> None:
     """Restore model, optimizer and random state, on any number of ranks."""
-    restore_model(shards, model)
+    restore_model(shards, model, optimizer)
     _restore_optimizer(shards, model, optimizer, source)
     states = shards.names(RNG)
     torch.set_rng_state(shards.full(f"{RNG}/{dims.rank % len(states)}"))
@@ -149,7 +152,10 @@ def restore(
         torch.cuda.set_rng_state(shards.full(f"{CUDA_RNG}/{dims.rank % len(states)}"))
 
 
-def restore_model(shards: ShardReader, model: nn.Module) -> None:
+def restore_model(
+    shards: ShardReader, model: nn.Module, optimizer: MasterAdamW | None = None
+) -> None:
+    """Restore the parameters and, with `optimizer`, their masters."""
     parameters = dict(model.named_parameters())
     stored = {
         name: torch.empty(shards.shape(f"{MODEL}/{name}"), device="meta")
@@ -159,7 +165,10 @@ def restore_model(shards: ShardReader, model: nn.Module) -> None:
     check_parameters(parameters, stored)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            _fill_from_shards(parameter.detach(), shards, f"{MODEL}/{name}")
+            master = parameter if optimizer is None else optimizer.get_master(parameter)
+            _fill_from_shards(master.detach(), shards, f"{MODEL}/{name}")
+    if optimizer is not None:
+        optimizer.round_masters()
 
 
 def _fill_from_shards(own: Tensor, shards: ShardReader, key: str) -> None:
@@ -171,7 +180,7 @@ def _fill_from_shards(own: Tensor, shards: ShardReader, key: str) -> None:
 
 
 def _restore_optimizer(
-    shards: ShardReader, model: nn.Module, optimizer: Optimizer, source: Path
+    shards: ShardReader, model: nn.Module, optimizer: MasterAdamW, source: Path
 ) -> None:
     parameters = dict(model.named_parameters())
     places = _optimizer_indices(model, optimizer)
@@ -184,7 +193,7 @@ def _restore_optimizer(
                 "resume with the run's original [model] settings",
             )
         key = f"{OPTIMIZER}/{name}"
-        local = parameters[parameter].detach()
+        local = optimizer.get_master(parameters[parameter]).detach()
         if shards.shape(key) == tuple(local.shape):
             value = torch.empty_like(local)
             _fill_from_shards(value, shards, key)
@@ -196,18 +205,18 @@ def _restore_optimizer(
     optimizer.load_state_dict(description)
 
 
-def _named_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(model: nn.Module, optimizer: MasterAdamW) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
-        yield f"{MODEL}/{name}", parameter.detach()
+        yield f"{MODEL}/{name}", optimizer.get_master(parameter).detach()
     names = {place: name for name, place in _optimizer_indices(model, optimizer).items()}
     for place, state in optimizer.state_dict()["state"].items():
         for what, value in state.items():
             yield f"{OPTIMIZER}/{names[place]}/{what}", value
 
 
-def _optimizer_indices(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+def _optimizer_indices(model: nn.Module, optimizer: MasterAdamW) -> dict[str, int]:
     """Return the optimizer's index of each trained parameter."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(optimizer.get_master(p)): name for name, p in model.named_parameters()}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     return {names[id(parameter)]: place for place, parameter in enumerate(ordered)}
 

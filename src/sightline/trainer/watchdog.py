@@ -94,9 +94,10 @@ class BackgroundTask:
         watchdog: StallWatchdog | None = None,
         min_limit_s: float = 0.0,
     ) -> None:
-        """Pass an error to `failed` at once, because the loop may be waiting for something else.
+        """Create a task that passes an error of its work to `failed` at once, because the loop may
+        be waiting for something else.
 
-        `watchdog` monitors the work, which may take `min_limit_s`: the loop's own watchdog is idle
+        `watchdog` monitors the work, which may take `min_limit_s`. The loop's own watchdog is idle
         while the loop waits for a batch.
         """
         self._name, self._failed, self._watchdog = name, failed, watchdog or StallWatchdog()

@@ -157,21 +157,28 @@ def encode_refusal(error: EngineError) -> bytes:
     return json.dumps({"error": body}).encode()
 
 
-class GuardMiddleware:
-    """Applies a guard to an ASGI application."""
+def respond_with_refusal(path: str, error: EngineError) -> Response:
+    return Response(encode_refusal(error), error.status, media_type="application/json")
 
-    def __init__(self, app: ASGIApp, guard: RequestGuard) -> None:
-        self._app, self._guard = app, guard
+
+class GuardMiddleware:
+    """Applies a guard to an ASGI application. `respond` returns the response to a refused request
+    for a path."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        guard: RequestGuard,
+        respond: Callable[[str, EngineError], Response] = respond_with_refusal,
+    ) -> None:
+        self._app, self._guard, self._respond = app, guard, respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
             error = self._guard.find_refusal(scope["method"], scope["path"], headers)
             if error is not None:
-                refusal = Response(
-                    encode_refusal(error), error.status, media_type="application/json"
-                )
-                return await refusal(scope, receive, send)
+                return await self._respond(scope["path"], error)(scope, receive, send)
         await self._app(scope, receive, send)
 
 
@@ -260,9 +267,18 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        # `data_received` has not counted a head that ends in its first piece. 4: ": " and "\r\n".
+        sizes = [len(name) + len(value) + 4 for name, value in self.headers]
+        if len(self.url) + sum(sizes) > self._limits.max_head_bytes:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            raise ValueError("the head is too large")  # ends the parsing
         self._is_head = False
         self._start_timer(self._limits.body_s)
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
 
     def on_message_complete(self) -> None:
         self._stop_timer()
@@ -302,7 +318,7 @@ class LimitedProtocol(HttpToolsProtocol):
 def build_uvicorn_config(
     app: Any, limits: ConnectionLimits = DEFAULT_LIMITS, **options: Any
 ) -> uvicorn.Config:
-    """Return uvicorn's configuration with our connection limits; `options` are uvicorn's."""
+    """Return uvicorn's configuration with our connection limits. `options` are uvicorn's."""
     config: dict[str, Any] = {"access_log": False, "log_level": "warning", "server_header": False}
     config |= {"http": partial(LimitedProtocol, limits=limits), "ws": "none", **options}
     return uvicorn.Config(app, **config)

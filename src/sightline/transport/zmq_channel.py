@@ -196,7 +196,7 @@ class _Channel:
 
 
 class Spoke(_Channel):
-    """A spoke for a process with threads; `key` comes from `derive_spoke_key`.
+    """A spoke for a process with threads. `key` comes from `derive_spoke_key`.
 
     It fails if the hub is silent for too long, was replaced, or has dropped this process. The hub
     then has no record of what this process sent, and a successor has to start over.

@@ -184,7 +184,8 @@ def _get_tools(trace: Trace, node: Node) -> Tools | None:
 def _rebuild_prompt(
     trace: Trace, node: Node, renderer: Renderer, recorded: list[int], slots: list[Slot]
 ) -> tuple[str, list[int], list[Slot]]:
-    """Rebuild a turn's prompt as it was made. If no method reproduces it, make it as now."""
+    """Rebuild a turn's prompt by bridging or by rendering, whichever gives the recorded tokens. If
+    neither does, return what this version would send."""
     tools = _get_tools(trace, node)
     before = trace.path(node.parent) if node.parent != ROOT else []
     last = trace.last_turn(node.parent)

@@ -14,7 +14,7 @@ class ControlMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BatchReady(ControlMessage, frozen=True, tag="announce"):
-    """Orchestrator to trainer: the batch of `step`, which is also in the run directory."""
+    """Sends the trainer the batch of `step`, which is also in the run directory."""
 
     step: int
     digest: str
@@ -22,13 +22,13 @@ class BatchReady(ControlMessage, frozen=True, tag="announce"):
 
 
 class FinishTraining(ControlMessage, frozen=True, tag="finish"):
-    """Orchestrator to trainer: that was the last batch; write a checkpoint and end."""
+    """Tells the trainer that there is no further batch. It writes a checkpoint and ends."""
 
     last_step: int
 
 
 class PublishedWeights(ControlMessage, frozen=True, tag="published"):
-    """Trainer to orchestrator: servers can adopt `version`."""
+    """Tells the orchestrator that servers can adopt `version`."""
 
     version: int
     epoch: int
@@ -41,7 +41,7 @@ class PublishedWeights(ControlMessage, frozen=True, tag="published"):
 
 
 class ProcessReady(ControlMessage, frozen=True, tag="ready"):
-    """A worker or the trainer to the orchestrator: it has started and listens."""
+    """Tells the orchestrator that a worker or the trainer has started and listens."""
 
     version: int = 0
     after: str = ""
@@ -51,13 +51,13 @@ class ProcessReady(ControlMessage, frozen=True, tag="ready"):
 
 
 class TrainingFinished(ControlMessage, frozen=True, tag="finished"):
-    """Trainer to orchestrator: the last checkpoint is written."""
+    """Tells the orchestrator that the trainer has written the last checkpoint."""
 
     step: int
 
 
 class JoinRequest(ControlMessage, frozen=True, tag="join"):
-    """A process on another machine to the orchestrator: a request for its files of the run."""
+    """Asks the orchestrator for the files of the run that a process on another machine needs."""
 
     release: str
 
@@ -75,14 +75,14 @@ class FileChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class FileChanges(ControlMessage, frozen=True, tag="file_changes"):
-    """Orchestrator to a process that joins: the files it needs. Later, that process to the
-    orchestrator: the files it has written, before any message that depends on them."""
+    """Sends a process that joins the files that it needs. Later, the process sends the orchestrator
+    the files that it has written, before any message that depends on them."""
 
     files: tuple[FileChange, ...]
 
 
 class RolloutRequest(ControlMessage, frozen=True, tag="play"):
-    """Orchestrator to worker: play one task once."""
+    """Asks a worker to play one task once."""
 
     rollout_id: str
     group_id: str
@@ -122,7 +122,7 @@ class ServerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServerList(ControlMessage, frozen=True, tag="servers"):
-    """Orchestrator to worker: the servers to use from now on."""
+    """Tells a worker which servers to use from now on."""
 
     servers: tuple[ServerStatus, ...]
     run: str
@@ -130,7 +130,7 @@ class ServerList(ControlMessage, frozen=True, tag="servers"):
 
 
 class RolloutResult(ControlMessage, frozen=True, tag="played"):
-    """Worker to orchestrator: the trace of a rollout, finished or broken."""
+    """Sends the orchestrator the trace of a rollout, finished or broken."""
 
     rollout_id: str
     trace: bytes
@@ -138,11 +138,11 @@ class RolloutResult(ControlMessage, frozen=True, tag="played"):
 
 
 class CancelRollouts(ControlMessage, frozen=True, tag="cancel"):
-    """Orchestrator to worker: stop all rollouts."""
+    """Tells a worker to stop all rollouts."""
 
 
 class QuitRequest(ControlMessage, frozen=True, tag="quit"):
-    """Orchestrator to any process: shut down."""
+    """Tells a process to shut down."""
 
 
 _codec = Codec(ControlMessage, "a message between the processes of a run")

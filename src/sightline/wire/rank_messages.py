@@ -35,21 +35,21 @@ class RankMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankStarted(RankMessage, frozen=True, tag="here"):
-    """A rank to rank 0: it has started and listens. It has yet to load its model."""
+    """Tells rank 0 that a rank has started and listens. The rank has yet to load its model."""
 
     release: str = ""
     """The sender's version of sightline. Rank 0 refuses any version but its own."""
 
 
 class RankReady(RankMessage, frozen=True, tag="hello"):
-    """A rank to rank 0: it has loaded its model."""
+    """Tells rank 0 that a rank has loaded its model."""
 
     step: int
     """Step of the checkpoint that the rank starts from."""
 
 
 class RankAssignment(RankMessage, frozen=True, tag="share"):
-    """Rank 0 to a rank: its share of the work in `step`."""
+    """Sends a rank its share of the work in `step`."""
 
     step: int
     digest: str
@@ -65,27 +65,27 @@ class RankAssignment(RankMessage, frozen=True, tag="share"):
 
 
 class AssignmentReceived(RankMessage, frozen=True, tag="taken"):
-    """A rank to rank 0: the share has arrived."""
+    """Tells rank 0 that a share has arrived."""
 
     step: int
 
 
 class ShardWritten(RankMessage, frozen=True, tag="wrote"):
-    """A rank to rank 0: its files of the checkpoint of `step` are on the disk."""
+    """Tells rank 0 that a rank's files of the checkpoint of `step` are on the disk."""
 
     step: int
     files: list[WeightFile]
 
 
 class RankFailed(RankMessage, frozen=True, tag="failed"):
-    """A rank to rank 0, which sends it to all: this rank failed, so all end."""
+    """Tells rank 0 that a rank failed. Rank 0 sends it on to all ranks, which then end."""
 
     rank: int
     problem: str
 
 
 class NoMoreWork(RankMessage, frozen=True, tag="over"):
-    """Rank 0 to a rank: the share of `step` was the last."""
+    """Tells a rank that the share of `step` was the last."""
 
     step: int
 

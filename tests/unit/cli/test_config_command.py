@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -48,3 +50,22 @@ def test_json_schema_describes_both_file_kinds(capsys: pytest.CaptureFixture[str
     assert main(["config", "schema", "--json"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert {"RunFile", "SftFile", "TrainerConfig"} <= set(schema["$defs"])
+
+
+BEFORE_TORCH = """
+import sys
+from sightline.cli.main import main
+for command in (["rl"], ["check"], ["sft"]):
+    assert main([*command, sys.argv[1], "run.sed=1"]) == 2, command
+    assert main([*command, "no.toml"]) == 2, command
+assert not {"torch", "transformers"} & sys.modules.keys()
+"""
+
+
+def test_commands_refuse_a_wrong_setting_before_they_load_torch(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[model]\npath = "tiny"\n[env]\nname = "vowels"\n')
+    words = [sys.executable, "-c", BEFORE_TORCH, str(tmp_path / "run.toml")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("did you mean 'seed'?") == 3
+    assert done.stderr.count("no run file at no.toml") == 3

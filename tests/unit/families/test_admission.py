@@ -21,6 +21,7 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
 from transformers.models.paddleocr_vl.processing_paddleocr_vl import PaddleOCRVLProcessor
 
 from sightline import FamilyError, MediaStore
+from sightline.cli.main import main
 from sightline.compute.model import load_model
 from sightline.errors import MediaRefused
 from sightline.families import load_family, load_renderer
@@ -101,6 +102,18 @@ def test_two_attentions_per_layer_are_not_decoded_with_a_cache(folder: Path) -> 
     problem = refused.value.problem
     assert problem.startswith(f"{folder}: the weights trial failed: decoded with the KV cache for")
     assert "of the largest logit (1e-04 is allowed)" in problem and "server" not in problem
+
+
+def test_eval_shows_why_serve_refuses_the_folder(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    edit_template(folder, ("for message in messages", "for message in messages[-10:]"))
+    words = ["eval", "color_codeword", "--checkpoint", str(folder), "--device", "cpu"]
+    assert main([*words, "--media", str(tmp_path / "media")]) == 2
+    refusal, _, after = capfd.readouterr().err.partition("\n")
+    assert refusal.startswith(f"{folder}: the chat template trial failed: a conversation of 12")
+    assert "server" not in refusal
+    assert f"{folder} cannot be served. The error above says why" in after
 
 
 def build_paddle(path: Path) -> PaddleOCRVLProcessor:

@@ -236,7 +236,7 @@ def test_tagged_arguments_keep_booleans_nested_json_and_unicode(
 def test_non_object_arguments_are_refused_by_path_in_tagged_formats(
     load: Callable[[str], Renderer],
 ) -> None:
-    for arguments in ("[1]", "not json", "3"):
+    for arguments in ("[1]", "not json", "3", '{"x": NaN}', '{"x": -Infinity}'):
         messages = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
         with pytest.raises(MessageError, match=r"messages\[1\]\.tool_calls\[0\]\.function"):
             load("qwen3_5").render([user("hi"), messages])

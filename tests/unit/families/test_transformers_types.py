@@ -19,8 +19,16 @@ from sightline.families.anyvlm.forward import refuse_errors
 from sightline.families.anyvlm.image_tokens import find_candidates
 from sightline.families.anyvlm.processor import find_image_text, load_processor, process
 from sightline.families.registry import write_tiny
+from tests.transformers_types.__main__ import MARKS, PAGE, list_types
 from tests.transformers_types.build import build
-from tests.transformers_types.trial import REFUSED, TRAINS, try_type
+from tests.transformers_types.trial import NATIVE, REFUSED, TRAINS, try_type
+
+
+def test_every_type_is_native_trains_or_is_refused() -> None:
+    table = PAGE.read_text().split(MARKS[0])[1]
+    results = dict(re.findall(r"^\| `(.*?)` \| ([^|]+) \|", table, re.M))
+    assert sorted(results) == list_types()
+    assert set(results.values()) == {NATIVE, REFUSED, TRAINS}
 
 
 def test_model_whose_body_computes_the_features_trains_as_in_transformers(tmp_path: Path) -> None:

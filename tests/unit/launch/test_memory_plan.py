@@ -48,7 +48,7 @@ MEASURED: tuple[tuple[str, dict[str, Any], dict[str, Any], MicroBatchSize, float
     ("2b", RECOMPUTED | MODEL, {}, MicroBatchSize(15600, 57720, 1000), 29.2 * GIB),
     ("2b", RECOMPUTED | MODEL, {}, MicroBatchSize(16384, 11544, 1050), 25.8 * GIB),
     ("4b", RECOMPUTED, {}, ROLLOUTS, 106e9),
-    # The settings of this run were not recorded: float32 masters alone would take 53 GB.
+    # The settings of this run were not recorded.
     ("8b", RECOMPUTED | MODEL, LORA, ROLLOUTS, 52e9),
 )
 """Shape, [trainer], other sections, micro-batch, and peak bytes on one H200 (docs/memory.md)."""
@@ -149,7 +149,7 @@ def test_a_step_on_the_cpu_holds_exactly_the_planned_state(config: SftFile, rank
     size = MicroBatchSize(64, 64, 64)
     planned = plan_rank(config, memory_plan.measure(config), size, 0, on_gpu=False)
     assert held == {item: planned[item] for item in held}
-    assert "gathered parameters" not in planned
+    assert not {"gathered parameters", "float32 masters"} & set(planned)
 
 
 def count_saved(run: Callable[[], object], parameters: Iterator[torch.Tensor]) -> int:
@@ -300,4 +300,4 @@ def test_the_state_of_ranks_is_divided(folders: dict[str, Path]) -> None:
     assert [shared[item] for item in ("parameters", "moments")] == [
         alone[item] // 4 for item in ("parameters", "moments")
     ]
-    assert shared["gathered parameters"] < alone["gathered parameters"]
+    assert "gathered parameters" in shared and "gathered parameters" not in alone

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from sightline.cli.main import main
+from sightline.config import RunFile, load_config
+from sightline.launch.run_plan import Endpoints, plan_run
 from sightline.run.rights import derive_rights
 
 RUN = """
@@ -200,6 +202,25 @@ def test_manifests_have_a_job_for_each_process_and_no_secret(
         assert pod["env"] == [{"name": "SIGHTLINE_SECRET", "valueFrom": source}]
     assert "tcp://job-1:7000" in trainer["command"] and "--join" in trainer["command"]
     assert by_name["job-1-run"]["data"]["run.toml"] == file.read_text()
+
+
+def test_workers_elsewhere_do_not_inherit_the_tokens_of_services(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The orchestrator gives each worker its own token of the media service."""
+    media = 'root = "http://10.0.0.1:8100"\ntoken = "env:MEDIA_TOKEN"\ncontrol_token = "env:OWNER"'
+    text = file.read_text().replace('root = "s3://bucket/images"', media)
+    file.write_text(text)
+    hidden = [{"name": name, "value": ""} for name in ("MEDIA_TOKEN", "OWNER")]
+    for manifest in read_manifests(capsys, file)[2:]:
+        name = manifest["metadata"]["name"]
+        pod = manifest["spec"]["template"]["spec"]["containers"][0]
+        assert pod["env"][1:] == (hidden if "-worker-" in name else []), name
+        assert pod["envFrom"] == [{"secretRef": {"name": "tokens"}}]
+    config = load_config(RunFile, file, ["launch.on=slurm"])
+    for spec in plan_run(config, Path(), "id", Endpoints("tcp://10.0.0.1:7000")):
+        is_worker = spec.name.startswith("worker-")
+        assert spec.variables == ({"MEDIA_TOKEN": "", "OWNER": ""} if is_worker else {})
 
 
 SHARDED = ("engine=vllm", "tensor_parallel_size=2", "data_parallel_size=2")

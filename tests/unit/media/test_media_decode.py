@@ -151,6 +151,19 @@ def test_decompression_is_bounded_by_the_header_size() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("place", ["missing", "before", "after"])
+def test_palette_must_precede_the_pixels_of_a_png(place: str) -> None:
+    palette = png_chunk(b"PLTE", b"\1\2\3")
+    pixels = png_chunk(b"IDAT", zlib.compress(b"\0" * (8 * 9)))
+    parts = {"missing": [pixels], "before": [palette, pixels], "after": [pixels, palette]}
+    data = b"".join([png_header(8, 8, colour=3), *parts[place], png_chunk(b"IEND", b"")])
+    if place == "before":
+        assert open_rgb(data).getpixel((0, 0)) == (1, 2, 3)
+    else:
+        with pytest.raises(MediaRefused, match="no PLTE chunk precedes them"):
+            inspect_image(data)
+
+
 @pytest.mark.parametrize(
     "limits", [ImageLimits(max_bytes=50), ImageLimits(max_pixels=44), ImageLimits(max_side=8)]
 )

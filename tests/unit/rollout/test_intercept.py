@@ -202,7 +202,7 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
     asyncio.run(main())
 
 
-def test_unknown_key_is_rejected(tiny_model: Path, store: MediaStore) -> None:
+def test_unknown_key_or_content_type_is_rejected(tiny_model: Path, store: MediaStore) -> None:
     async def rollout(chat: Chat) -> float:
         for key in ("", "sk-wrong", chat.api_key + "x", chat.api_key[:-1]):
             for headers in ({"authorization": f"Bearer {key}"}, {"authorization": key}, {}):
@@ -213,6 +213,13 @@ def test_unknown_key_is_rejected(tiny_model: Path, store: MediaStore) -> None:
                     assert answer.status == 401
                     error = (await answer.json())["error"]
                     assert error["code"] == "invalid_api_key" and "api_key" in error["message"]
+        own = {"authorization": f"Bearer {chat.api_key}"}
+        async with (
+            aiohttp.ClientSession(headers=own) as session,
+            session.post(chat.base_url + "/chat/completions", data="text") as answer,
+        ):
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"], error["param"]) == (415, "content_type", None)
         client = openai.AsyncOpenAI(base_url=chat.base_url, api_key="sk-other")
         with pytest.raises(openai.AuthenticationError):
             await client.chat.completions.create(model="m", messages=[shown(0)])

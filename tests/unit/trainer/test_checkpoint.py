@@ -27,6 +27,7 @@ from sightline.trainer.checkpoint import (
     open_shards,
     read_manifest,
 )
+from sightline.trainer.optimizer import MasterAdamW
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.snapshot import (
     FILE_BYTES,
@@ -75,7 +76,8 @@ def test_checkpoint_is_on_the_disk_before_its_name_and_its_name_before_older_one
     saver.on_complete = lambda: calls.append(("announce", ""))
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "rename", watched_rename)
-    saver.save(1, model, torch.optim.AdamW(model.parameters()), last=False)
+    optimizer = MasterAdamW([{"params": list(model.parameters())}], masters={})
+    saver.save(1, model, optimizer, last=False)
     saver.background_task.wait()
     part, whole = ".step_000001.part", "step_000001"
     order = [("sync", part), ("rename", whole), ("sync", "checkpoints"), ("announce", "")]

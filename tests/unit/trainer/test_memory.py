@@ -17,6 +17,7 @@ from sightline.families.device_copy import copy_for_thread
 from sightline.media import MediaStore
 from sightline.trainer.build import build_conversations, build_pixels
 from sightline.trainer.feed import BatchPrefetcher
+from sightline.trainer.optimizer import MasterAdamW
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.snapshot import take_snapshot
 
@@ -80,7 +81,7 @@ def test_resident_memory_stays_constant_over_hundreds_of_steps(config: SftFile) 
 def test_snapshot_is_copied_into_memory_that_another_thread_may_free() -> None:
     """A checkpoint's thread frees the copies that the loop made."""
     model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = MasterAdamW([{"params": list(model.parameters())}], masters={})
     model(torch.ones(8)).sum().backward()
     optimizer.step()
     tensors = take_snapshot(model, optimizer, ParallelDims()).tensors

@@ -114,12 +114,13 @@ def run_dir(tmp_path: Path) -> RunDir:
     return new_run_dir
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize(("updates", "dtype"), [(1, "float32"), (2, "float32"), (1, "bfloat16")])
 def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(
-    tiny_model: Path, run_dir: RunDir, tmp_path: Path, updates: int
+    tiny_model: Path, run_dir: RunDir, tmp_path: Path, updates: int, dtype: str
 ) -> None:
     """`updates` epochs, and as many minibatches: a resumed run replays whole steps."""
     config = run_file(tiny_model)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     algorithm = config.algorithm.model_copy(update={"epochs": updates, "minibatches": updates})
     config = config.model_copy(update={"algorithm": algorithm})
     batches = write_batches(run_dir, tiny_model)

@@ -199,6 +199,15 @@ def test_endless_header_is_refused(quick_port: int) -> None:
         assert b" 431 " in read_all(connection)
 
 
+@pytest.mark.parametrize("num_headers", [100, 2000])
+def test_short_headers_count_towards_the_limit(quick_port: int, num_headers: int) -> None:
+    """The whole head arrives in one piece, and each header is far below the limit."""
+    with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
+        connection.sendall(HEAD + b"a:b\r\n" * num_headers + b"connection: close\r\n\r\n")
+        status = b" 431 " if num_headers == 2000 else b" 200 "
+        assert status in read_all(connection).partition(b"\r\n")[0]
+
+
 def test_keep_alive_connection_has_the_same_limits(quick_port: int) -> None:
     with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
         for _ in range(3):

@@ -139,9 +139,21 @@ def test_stop_signals_the_launcher_and_waits_for_its_exit(
         assert main(["stop", str(run_dir.path)]) == 0
     assert launcher.returncode == 0, "it ended in order"
     output = capsys.readouterr().out
-    assert "is stopped at step 2 of 3" in output and "resume: sightline rl --resume" in output
+    assert "r: stopped at step 2 of 3" in output and "resume: sightline rl --resume" in output
     assert main(["stop", str(run_dir.path)]) == 0
-    assert "is not running: it is stopped" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "nothing to stop" in output and "r: stopped at step 2 of 3" in output
+
+
+def test_stop_fails_for_a_failed_run_and_names_the_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "r", 2)
+    summarize(run_dir, stopped_by="the server was killed")
+    assert main(["stop", str(run_dir.path)]) == 1
+    output = capsys.readouterr().out
+    assert "nothing to stop" in output and "resume: sightline rl --resume" in output
+    assert "r: failed at step 2 of 3: the server was killed" in output
 
 
 def test_prune_lists_files_and_removes_them_on_request(

@@ -116,7 +116,7 @@ def _draw_alike(
 def _sample_on_gpu(
     logits: Logits, banned: BannedIds, settings: SamplingMetadata, exact: bool
 ) -> Float64[Tensor, "2 tokens"]:
-    """Sample plain rows in one pass over the logits; `exact` logprobs take more passes."""
+    """Sample plain rows in one pass over the logits. `exact` logprobs take more passes."""
     from sightline.compute.triton_kernels import sample_tokens
 
     is_banned = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)

@@ -89,7 +89,7 @@ class MetricsHistory(EventTail):
         return problems
 
     def take_in(self, max_bytes: int = -1) -> bool:
-        """Read new events and return whether there were any."""
+        """Read new events. Return whether there were new ones."""
         events = self.read(max_bytes)
         for event in events:
             self._add_event(event)

@@ -126,7 +126,7 @@ class RolloutIndex:
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def refresh(self, max_files: int = 1 << 30) -> bool:
-        """Index new data, but at most `max_files` trace files. Return whether there was any."""
+        """Index new data, but at most `max_files` trace files. Return whether data was new."""
         with self._refresh_lock:
             stale, removed = self._compare_files()
             chosen = stale[:max_files]

@@ -104,7 +104,7 @@ def build_app(runs: RunCollection, guard: RequestGuard = LOOPBACK) -> FastAPI:
 def serve_dashboard(
     paths: Sequence[Path], host: str, port: int, token: str = "", cert: str = "", key: str = ""
 ) -> None:
-    """Serve the runs at `paths`. `token` refers to a secret; `cert` and `key` are PEM files."""
+    """Serve the runs at `paths`. `token` refers to a secret. `cert` and `key` are PEM files."""
     check_address(host, token, "--token")
     tls = check_tls(cert, key, host)
     guard = RequestGuard(host, resolve_secret(token, "--token"))

@@ -79,7 +79,7 @@ def check_sinks(names: Sequence[str]) -> None:
 def feed_in_background(
     config: LoggingConfig, run_dir: RunDir, on_problem: Callable[[str], object]
 ) -> Iterator[None]:
-    """Feed the run's sinks in another process; call `on_problem` for each sink that failed."""
+    """Feed the run's sinks in another process. Call `on_problem` for each sink that failed."""
     if not config.sinks and not config.upload_samples_to:
         yield
         return
