@@ -130,7 +130,7 @@ class SightlineStep:
         self.renderer = load_renderer(model, store, self.learner.family)
         self.preparer = BatchPreparer(
             build_pixels(self.learner, store),
-            PackSize(settings.micro_batch_tokens, settings.micro_batch_patches),
+            PackSize(settings.max_micro_batch_tokens, settings.micro_batch_patches),
             # TRL does not report pixel digests.
             BadMediaPolicy(max_bad_fraction=0.0, allows_unverified_pixels=True),
         )

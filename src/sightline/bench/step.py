@@ -116,7 +116,7 @@ class StepBench:
         self.args = args
         self.shapes = TINY if args.small else Shapes()
         self.model = args.model or folder / "model"
-        self.tokens = self.build_settings().trainer.micro_batch_tokens
+        self.tokens = self.build_settings().trainer.max_micro_batch_tokens
         if args.model is None:
             write_tiny(self.model, args.size, **({} if args.type is None else {"type": args.type}))
         self.store = MediaStore(folder / "media")

@@ -71,6 +71,7 @@ class BroadcastTransport(WeightTransport):
 class IpcTransport(WeightTransport):
     """Memory that the trainer shares with the servers on its machine."""
 
+    keeps_copy = True
     takes_adapters = False
 
     def open_publisher(self, config: RunFile, run_dir: RunDir) -> WeightPublisher:

@@ -86,6 +86,12 @@ def limit_gpu_memory(device: str, share: float) -> int:
     return int(share * torch.cuda.get_device_properties(index).total_memory)
 
 
+def read_gpu_memory(device: str) -> int:
+    """Return the total memory of a GPU in bytes."""
+    index = torch.device(pick_device(device)).index or 0
+    return int(torch.cuda.get_device_properties(index).total_memory)
+
+
 def describe_gpus() -> str:
     """Describe the GPUs that torch sees and their memory. Empty for none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -72,6 +72,8 @@ class WeightTransport(ABC):
     reaches_other_machines: ClassVar[bool] = False
     is_sent_once: ClassVar[bool] = False
     """Whether a server that starts after a version was sent can no longer adopt it."""
+    keeps_copy: ClassVar[bool] = False
+    """Whether rank 0 keeps a copy of the published weights on its device."""
     takes_adapters: ClassVar[bool] = True
     """Whether versions may be adapters. Otherwise, they are whole weights."""
 

@@ -90,21 +90,25 @@ class RunFile(_TrainingFile):
 
     @property
     def server_memory_share(self) -> float:
-        """Fraction of its GPU's memory that each server may use. 0 lets the engine decide."""
-        share = self.inference.gpu_memory_utilization
-        if share or not any(map(self._has_servers_gpu, range(self.trainer.ranks))):
-            return share
-        return SERVERS_SHARE / self._num_servers
+        """Fraction of its GPU's memory that each server may use; 0 lets the engine decide."""
+        share = self.inference.gpu_memory_utilization or 0.0
+        return share if share or not self.shares_gpu else SERVERS_SHARE / self.num_servers
+
+    @property
+    def shares_gpu(self) -> bool:
+        """True if a trainer rank and servers of the run use the same GPU, if there is one."""
+        return any(map(self._has_servers_gpu, range(self.trainer.ranks)))
 
     def get_trainer_memory_share(self, rank: int) -> float:
         """Return the fraction of its GPU's memory that a rank may use. 0 means all of it."""
         if not self._has_servers_gpu(rank):
             return 0.0
-        left = 1 - CONTEXTS_SHARE - self.server_memory_share * self._num_servers
+        left = 1 - CONTEXTS_SHARE - self.server_memory_share * self.num_servers
         return max(left, MIN_TRAINER_SHARE)
 
     @property
-    def _num_servers(self) -> int:
+    def num_servers(self) -> int:
+        """Number of servers that the run starts, with that of `[eval] every`."""
         return len(self.server_names) + bool(self.eval.every)
 
     def _has_servers_gpu(self, rank: int) -> bool:

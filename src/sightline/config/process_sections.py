@@ -39,9 +39,10 @@ class InferenceConfig(ConfigSection):
     """Number of devices that share each matrix in a vLLM that the run starts."""
     data_parallel_size: Mutable[int] = Field(1, ge=1)
     """Number of model copies that share the requests in a vLLM that the run starts."""
-    gpu_memory_utilization: Mutable[float] = Field(0.0, ge=0, le=1)
-    """Fraction of the GPU's memory for weights and KV cache of a server that the run starts. 0
-    means 0.9, or 0.3 for all servers together if the trainer uses the same GPU."""
+    gpu_memory_utilization: Mutable[float | None] = Field(None, ge=0, le=1)
+    """Fraction of the GPU's memory for weights and KV cache of a server that the run starts. Unset
+    is planned if the trainer uses the same GPU (docs/memory.md), and 0.9 otherwise. 0 means 0.9, or
+    0.3 for all servers together if the trainer uses the same GPU."""
     engine_args: Mutable[Keywords] = {}
     """More options for an engine that the run starts. For vLLM these are its command-line options
     without the leading dashes, such as `enable_expert_parallel = true`."""

@@ -14,6 +14,7 @@ from sightline.errors import ConfigError
 
 MIX = "mix"
 """The name of `[env]` if `[[env.mix]]` lists several environments."""
+DEFAULT_MICRO_BATCH_TOKENS = 8192
 
 
 class RunConfig(ConfigSection):
@@ -287,8 +288,9 @@ class TrainerConfig(ConfigSection):
     max_sequence_tokens: int = Field(0, ge=0)
     """Maximum number of tokens per sample. Longer ones are cut there, or before an image. 0 means
     no limit."""
-    micro_batch_tokens: int = Field(8192, ge=1)
-    """Maximum number of tokens per micro-batch."""
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens per micro-batch. Unset is planned if servers use the trainer's GPU
+    (docs/memory.md), and 8192 otherwise."""
     micro_batch_patches: int = Field(65536, ge=1)
     """Maximum number of image patches per micro-batch."""
     checkpoint_every: Mutable[int] = Field(25, ge=1)
@@ -330,6 +332,10 @@ class TrainerConfig(ConfigSection):
     the current and next micro-batches."""
     feature_cache_mb: Mutable[int] = Field(256, ge=0)
     """Memory in MB on the trainer's device for features of a frozen vision tower."""
+
+    @property
+    def max_micro_batch_tokens(self) -> int:
+        return self.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
 
     @model_validator(mode="after")
     def _check_ranks(self) -> TrainerConfig:

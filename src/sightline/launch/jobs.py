@@ -16,6 +16,7 @@ from sightline.config import RunFile, SftFile, validate_config
 from sightline.config.load import read_run_file
 from sightline.errors import ConfigError
 from sightline.launch import ray_run
+from sightline.launch.memory_plan import fill_in
 from sightline.launch.process_spec import ProcessSpec, build_local_spec
 from sightline.launch.processes import Processes, num_cores, reserve_port, split_threads
 from sightline.launch.run_plan import (
@@ -62,7 +63,7 @@ class RlJob(TrainingJob[RunFile]):
                 f'[launch] on = "{on}", but this process is not inside a {on} job',
                 f"start it with `sightline rl FILE --on {on}`, or here with --on local",
             )
-        file, why = resolve_workers(file, num_cores())
+        file, why = resolve_workers(fill_in(file), num_cores())
         print(why)
         return file
 

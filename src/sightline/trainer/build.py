@@ -192,7 +192,7 @@ def build_preparer(
     trainer, settings = learner.config, learner.algorithm.settings
     return BatchPreparer(
         pixels=pixels,
-        limit=PackSize(trainer.micro_batch_tokens, trainer.micro_batch_patches),
+        limit=PackSize(trainer.max_micro_batch_tokens, trainer.micro_batch_patches),
         bad_media=BadMediaPolicy(media.max_bad_fraction, not sampled),
         aggregation=load_aggregation(settings.aggregation, settings.aggregation_args),
         algorithm=learner.algorithm,

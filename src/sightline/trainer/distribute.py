@@ -90,7 +90,7 @@ def read_shares(
 
 
 # Operations per matrix element: two forward (multiply, add) and four backward.
-_OPERATIONS = 6
+OPERATIONS = 6
 
 
 def estimate_price(forward: Forward) -> CostModel:
@@ -106,12 +106,12 @@ def estimate_price(forward: Forward) -> CostModel:
     text = [block for block in blocks if block not in vision]
     inside = sum(map(_count_matrix_elements, vision))
     return CostModel(
-        token=_OPERATIONS * sum(map(_count_matrix_elements, text)),
+        token=OPERATIONS * sum(map(_count_matrix_elements, text)),
         # Attention scores and the weighted sum of values: one product of the block's width each.
-        attended=2 * _OPERATIONS * sum(map(_hidden_size, text)),
-        trained=_OPERATIONS * _count_matrix_elements(model.get_output_embeddings()),
-        patch=_OPERATIONS * (inside + _tower_outside_blocks(forward, vision)),
-        attended_patch=2 * _OPERATIONS * sum(map(_hidden_size, vision)),
+        attended=2 * OPERATIONS * sum(map(_hidden_size, text)),
+        trained=OPERATIONS * _count_matrix_elements(model.get_output_embeddings()),
+        patch=OPERATIONS * (inside + _tower_outside_blocks(forward, vision)),
+        attended_patch=2 * OPERATIONS * sum(map(_hidden_size, vision)),
     )
 
 

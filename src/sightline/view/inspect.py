@@ -91,7 +91,7 @@ def inspect_run(run_dir: RunDir) -> Inspection:
     model, path = run_file.model, Path(run_file.model.path)
     path = path if path.is_dir() else run_dir.checkpoints / "final"
     family = load_family(path, model.exact, **model.overrides())
-    limit = PackSize(run_file.trainer.micro_batch_tokens, run_file.trainer.micro_batch_patches)
+    limit = PackSize(run_file.trainer.max_micro_batch_tokens, run_file.trainer.micro_batch_patches)
     store = open_store(run_file.media.root or run_dir.media, **run_file.media.store_options())
     digests = _read_ledger(run_dir)
     counts = Inspection(steps=len(digests))
