@@ -24,8 +24,7 @@ from sightline.families import Forward, load_family
 from sightline.families.checkpoint_files import resolve_checkpoint
 from sightline.pack import CostModel
 from sightline.trainer.distribute import OPERATIONS, estimate_price
-from sightline.trainer.lora import add_adapters
-from sightline.trainer.optimizer import freeze_vision
+from sightline.trainer.policy import load_policy
 
 OUTPUTS = ("o_proj", "proj", "out_proj", "wo")
 """Names of the last matrix of an attention layer."""
@@ -82,9 +81,8 @@ class ModelMemory:
 def measure_model(model: ModelConfig, lora: LoraConfig) -> ModelMemory:
     """Build the model without weights and count. The checkpoint needs no weights."""
     path = resolve_checkpoint(model.path)
-    forward = load_model(
-        path, load_family(path, model.exact, **model.overrides()), "meta", model.dtype
-    )
+    family = load_family(path, model.exact, **model.overrides())
+    forward = load_model(path, family, "meta", model.dtype)
     seen = {id(parameter) for _, parameter in forward.vision_parameters()}
     blocks = forward.blocks()
     tower = [block for block in blocks if any(id(p) in seen for p in block.parameters())]
@@ -101,10 +99,7 @@ def measure_model(model: ModelConfig, lora: LoraConfig) -> ModelMemory:
     idle = sum(stack.numel() * (1 - active / len(stack)) for b in text for stack in _experts(b))
     price = replace(price, token=price.token - OPERATIONS * idle)
     total = sum(p.numel() for p in forward.model.parameters())
-    if lora.rank:
-        add_adapters(forward, lora, model.train_vision, seed=0)
-    elif not model.train_vision:
-        freeze_vision(forward)
+    forward = load_policy(model, lora, 0, family, "meta")
     trained = [p.numel() for p in forward.model.parameters() if p.requires_grad]
     return ModelMemory(
         parameters=sum(p.numel() for p in forward.model.parameters()),
