@@ -65,9 +65,8 @@ class MicroBatchPixels:
         into `max_fraction` of all memory for micro-batches."""
         nbytes, room = self.count_bytes(pack), self.max_bytes - self.item_bytes
         with self._lock:
-            if id(pack) not in self._ahead and 0 < nbytes <= min(
-                room - self._held_bytes, int(room * max_fraction)
-            ):
+            fits = nbytes <= min(room - self._held_bytes, int(room * max_fraction))
+            if nbytes and fits and id(pack) not in self._ahead:
                 self._ahead[id(pack)] = self._submit(pack, nbytes)
 
     def take(self, pack: MicroBatch) -> np.ndarray | None:

@@ -39,7 +39,7 @@ ROLLOUTS = MicroBatchSize(12208, 38400, 2048)
 """Eight rollouts of `bench loop`: four images of 640x480, four answers of 64 tokens."""
 RECOMPUTED = {"activation_checkpointing": True}
 MODEL = {"master_dtype": "model"}
-LORA = {"lora": {"rank": 16}, "model": {"train_vision": False}}
+LORA = {"lora": {"rank": 16, "publish": "merged"}, "model": {"train_vision": False}}
 MEASURED: tuple[tuple[str, dict[str, Any], dict[str, Any], MicroBatchSize, float], ...] = (
     ("2b", {}, {}, DENSE, 99 * GIB),
     ("2b", RECOMPUTED, {}, DENSE, 48 * GIB),
