@@ -17,13 +17,13 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
 from sightline.errors import FamilyError, Misaligned
 
-Routes = Int[Tensor, "tokens layers experts"]
-Choice = Int[Tensor, "tokens experts"]
+Routes = Integer[Tensor, "tokens layers experts"]
+Choice = Integer[Tensor, "tokens experts"]
 GROUPED = "grouped_mm"
 
 
@@ -64,9 +64,9 @@ class ExpertRouting:
         _routings[key] = self
         for layer, router in routers.items():
             router.__class__ = _build_replaying(cast(Hashable, type(router)))
-            router.routing, router.route_key = self, key
-            # A tensor, because a compiler would build a graph for each number.
-            router.route_layer = torch.tensor(layer)
+            router.routing, router.route_key, router.route_layer = self, key, layer
+            # A compiler would build a graph for each number, but not for each tensor.
+            router.compiled_layer = torch.tensor(layer)
 
     @classmethod
     def find(cls, text: Any) -> ExpertRouting | None:
@@ -143,9 +143,9 @@ def _build_replaying(router_type: Any) -> type[nn.Module]:
     def forward(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, own = router_type.forward(self, hidden)
         if torch.compiler.is_compiling():
-            chosen = torch.ops.sightline.choose_experts(own, self.route_layer, self.route_key)
+            chosen = torch.ops.sightline.choose_experts(own, self.compiled_layer, self.route_key)
         else:
-            chosen = self.routing.choose(int(self.route_layer), own)
+            chosen = self.routing.choose(self.route_layer, own)
             if chosen is own:
                 return logits, weights, own
         return logits, weigh(self, logits, chosen), chosen

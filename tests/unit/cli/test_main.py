@@ -71,6 +71,8 @@ def test_help_covers_all_commands_without_heavy_libraries() -> None:
 def test_missing_extra_is_named_with_its_install_command(
     tmp_path: Path, words: list[str], package: str, extra: str
 ) -> None:
+    output = '[sft]\noutput_dir = "o"\n' if words[0] == "sft" else ""
+    (tmp_path / "run.toml").write_text(f'[model]\npath = "m"\n[env]\nname = "e"\n{output}')
     done = run_without([package], words, tmp_path)
     assert done.returncode == 2, done.stderr
     assert f"the package {package}" in done.stderr and "Traceback" not in done.stderr

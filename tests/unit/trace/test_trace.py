@@ -263,7 +263,7 @@ def test_inconsistent_nodes_cannot_be_created() -> None:
         Node(0, ROOT, user("a"), ids, 3, slots=(Slot(2, 2, slot.item),))
     logprobs, versions = float32_array([-1.0]), (PolicySpan(0, 1, version=0, epoch=0),)
     with pytest.raises(Misaligned, match="covers 1 to 3, after 0, of 2"):  # a sampled image
-        Node(0, ROOT, user("a"), ids, 2, logprobs, versions, (slot,), "stop")
+        Node(0, ROOT, user("a"), ids, 2, logprobs, versions, slots=(slot,), finish_reason="stop")
 
 
 def test_misaligned_trace_is_refused() -> None:

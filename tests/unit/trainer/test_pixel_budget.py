@@ -204,7 +204,7 @@ def test_out_of_memory_error_names_the_cause_and_the_fix(
     learner = making.build_learner(
         making.model_config(tiny_model), making.trainer_config(), store, 10
     )
-    samples = making.samples(tiny_model, store, count=2, seed=5)
+    samples = making.samples(tiny_model, store, count=1, seed=5)  # which cannot be split
     materializer = Materializer(learner.family, store, 1 << 24)
     ready = BatchPreparer(MicroBatchPixels(materializer), PackSize(4096, 4096)).prepare(
         Batch(1, samples), ""
