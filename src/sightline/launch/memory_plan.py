@@ -144,7 +144,7 @@ def plan_rank(
     }
     if master != itemsize:
         items["float32 masters"] = master * model.trained // ranks
-    if ranks > 1:  # the outer unit stays gathered; of the blocks, one computes and one is fetched
+    if ranks > 1:  # the outer unit, a block that computes, and one that is fetched
         gathered = itemsize * (model.outside_blocks + 2 * model.largest_block)
         items["gathered parameters"] = gathered + master * model.largest_block
     needs = (load_algorithm if is_rl else Supervised)(file.algorithm).needs
