@@ -150,7 +150,7 @@ def _trainable(
 
 
 def with_routes(sample: Sample, layers: int, experts: int = 4) -> Sample:
-    """Return the sample with routes to two experts of each layer, by the tokens up to each."""
+    """Return the sample with routes to two experts per layer, which follow from its tokens."""
     ids = sample.token_ids.numpy().astype(np.int64)
     draw = (np.cumsum(ids * (np.arange(len(ids)) + 1))[:, None] // (np.arange(layers) + 1)) % 97
     routes = np.stack([draw % experts, (draw + 1) % experts], axis=-1)

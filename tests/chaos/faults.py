@@ -276,7 +276,7 @@ def disturb(how: str) -> Callable[[Testbed], Survived]:
 
 
 def take_down_store(testbed: Testbed) -> Survived:
-    """No request to the object store is answered for longer than it is retried."""
+    """The object store answers no request until the retries have ended."""
     with testbed.proxy.disturbed("down"):
         survived = end_with(testbed, BUCKET_URL)
     return resume(testbed, survived.seconds, survived.detail)

@@ -126,7 +126,7 @@ class Testbed:
 
     @cached_property
     def folder_disks(self) -> dict[str, Disk]:
-        """Each of `DISKS` moves to a disk of its own, and stays there."""
+        """Move each folder of `DISKS` to its own disk, where it stays. Return the disks."""
         run, disks = self.run, dict[str, Disk]()
         paths = [run.run_dir.path / folder for folder in DISKS]
         run.wait(lambda: all(any(path.glob("*")) for path in paths), "there is a file in each")

@@ -231,7 +231,7 @@ def test_float32_masters_move_weights(model: Path, store: MediaStore) -> None:
         share = moved / sum(parameter.numel() for parameter in parameters)
         changed["exact" if is_exact else "ordinary", master] = share
         del learner, parameters
-        gc.collect()  # a model is in cycles
+        gc.collect()  # models are in reference cycles
     print(f"share of weights that changed in 20 steps at lr 1e-6: {changed}")
     exact_share, ordinary_share, without_masters = changed.values()
     assert exact_share > 0.5 * ordinary_share and exact_share > 2 * without_masters

@@ -1,4 +1,4 @@
-r"""One rank of a trainer that takes one step and writes what came of it.
+r"""One rank of a trainer that takes one step and writes the results.
 
 python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT \
     [frozen|lora|lost|kept|one|with_text|probe|blind|critic|context=N|routes]

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         _run_process(args, run_dir)
     except Exception as error:  # the launcher reports it as the cause
         if isinstance(error, OSError) and error.errno in FULL_DISK_CODES:
-            # An error without a file is one of `print`: all other writers name theirs.
+            # An error without a file name comes from `print`. All other writers name their file.
             path = error.filename or run_dir.logs / f"{args.name}.log"
             error = build_disk_full(Path(path), error)
         report = {"problem": clean_text(f"{type(error).__name__}: {error}")}

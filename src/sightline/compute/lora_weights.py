@@ -39,7 +39,7 @@ LORA_A, LORA_B = ".lora_A", ".lora_B"
 
 
 LayerAdapter = tuple[Tensor, Tensor, float]
-"""A, B and s of a linear layer, in its attribute `adapter`."""
+"""A, B and s of a linear layer, which has them as its attribute `adapter`."""
 
 
 def merge_lora(
@@ -53,7 +53,7 @@ def merge_lora(
 
 
 def add_adapter(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Return a linear layer's output with its adapter's, as the trainer computes it.
+    """Return a linear layer's output plus its adapter's, in the trainer's order of operations.
 
     This is a forward hook. Code that does not call the layer itself calls this function.
     """
@@ -84,7 +84,7 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
 
 
 def is_base(base: NamedTensors, adapter: Adapter, trained: frozenset[str]) -> bool:
-    """Return whether `base` is what the adapter was made for, except for `trained` parameters."""
+    """Return whether `base`, without the `trained` parameters, is the adapter's base."""
     frozen = ((name, tensor) for name, tensor in base.items() if name not in trained)
     return digest_tensors(frozen, TORCH_DTYPES[adapter.dtype]) == adapter.base
 

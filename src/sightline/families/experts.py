@@ -77,7 +77,7 @@ class ExpertRouting:
     def use(self, routes: Routes | None, replays: bool) -> None:
         """Compare the next forward pass with `routes`, and replay them if `replays`.
 
-        They stay in use for the backward pass, which may compute layers again.
+        The routes stay in use for the backward pass, which may compute layers again.
         """
         if routes is not None and (
             routes.shape[1:] != (self.num_layers, self.top_k) or routes.dtype != self.dtype
@@ -137,8 +137,10 @@ def _(own: Tensor, layer: Tensor, key: int) -> Tensor:
 
 @cache
 def _build_replaying(router_type: Any) -> type[nn.Module]:
-    """Return the subclass of a router that asks its `ExpertRouting` for the experts. A
-    compiler shares graphs between modules of one class."""
+    """Return the subclass of a router that asks its `ExpertRouting` for the experts.
+
+    It is cached, because a compiler shares graphs between modules of one class.
+    """
 
     def forward(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, own = router_type.forward(self, hidden)

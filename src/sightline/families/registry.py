@@ -157,7 +157,7 @@ def check_context_parallel(family: Family, model: str | Path, size: int, exact: 
         if applies:
             raise ConfigError(
                 f"[trainer] context_parallel = {size} does not work, because {reason}",
-                "set context_parallel = 1, or change what it conflicts with",
+                "set [trainer] context_parallel = 1",
             )
 
 

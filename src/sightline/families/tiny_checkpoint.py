@@ -36,7 +36,7 @@ from sightline.render.tokenizer import split_words
 
 MAX_TOKENS = 32768
 LARGE_HIDDEN = 1024
-"""The hidden size from which weights are written as they are drawn."""
+"""The smallest hidden size at which weights are written while they are drawn."""
 
 # Each role becomes one token. A merge must follow the merges that produce its halves.
 ROLE_MERGES = (

@@ -37,17 +37,17 @@ RESERVE = 0.1
 COMPILED_LOGIT, LOGIT = 12, 18
 """Bytes per logit at the head's peak: logits, log-probabilities and their gradients."""
 SCORED_LOGIT = 14
-"""The same when tokens are only scored."""
+"""Bytes per logit when tokens are only scored."""
 MATRIX_FLOPS = 764e12
 """FLOP/s of one large bfloat16 matrix product on an H200."""
 KEPT_SPEED, RECOMPUTED_SPEED = 0.60, 0.50
-"""Fractions of it that compiled training steps of a 2.1B model reached."""
+"""Fractions of `MATRIX_FLOPS` that compiled training steps of a 2.1B model reached."""
 SAVERS: tuple[tuple[str, str, Any], ...] = (
     ("trainer", "micro_batch_tokens", None), ("inference", "gpu_memory_utilization", None),
     ("trainer", "activation_checkpointing", True), ("trainer", "master_dtype", "model"),
     ("lora", "rank", 16),
 )  # fmt: skip
-"""Settings that need less memory, tried in this order, each with the ones before."""
+"""Settings that save memory. They are added in this order until the run fits."""
 
 Measure = Callable[[RunFile | SftFile], "ModelMemory"]
 
@@ -132,7 +132,7 @@ def plan_memory(
 def plan_rank(
     file: RunFile | SftFile, model: ModelMemory, size: MicroBatchSize, rank: int, on_gpu: bool
 ) -> dict[str, int]:
-    """Return what a rank holds at the peak of a step, when all gradients exist."""
+    """Return the memory of a rank at the peak of a step, when all gradients exist."""
     trainer, ranks = file.trainer, file.trainer.ranks
     itemsize = 4 if file.model.dtype == "float32" else 2
     master = itemsize if trainer.master_dtype == "model" else 4
@@ -144,7 +144,7 @@ def plan_rank(
     }
     if master != itemsize:
         items["float32 masters"] = master * model.trained // ranks
-    if ranks > 1:  # the outer unit stays gathered; of the blocks, one computes and one is fetched
+    if ranks > 1:  # the outer unit, a block that computes, and one that is fetched
         gathered = itemsize * (model.outside_blocks + 2 * model.largest_block)
         items["gathered parameters"] = gathered + master * model.largest_block
     needs = (load_algorithm if is_rl else Supervised)(file.algorithm).needs
@@ -166,8 +166,10 @@ def plan_rank(
 def plan_activations(
     file: RunFile | SftFile, model: ModelMemory, size: MicroBatchSize, itemsize: int
 ) -> dict[str, int]:
-    """Return what a micro-batch keeps, and the work space at its peak: the head, one block of the
-    backward pass, or scoring without gradients."""
+    """Return the memory that a micro-batch keeps for the backward pass, and its peak work space.
+
+    The peak is in the head, in one block of the backward pass, or in scoring without gradients.
+    """
     is_compiled = bool(file.trainer.compile_backend)
     recomputes = file.trainer.activation_checkpointing
 
@@ -190,7 +192,7 @@ def plan_activations(
     logits = min(size.trained * model.vocab, MAX_LOGITS)
     head = logits * (COMPILED_LOGIT if is_compiled else LOGIT)
     if not file.lora.rank:
-        head += itemsize * model.vocab * model.hidden  # its gradient, before it is added
+        head += itemsize * model.vocab * model.hidden  # its new gradient, before it is accumulated
     scored = min(size.trained, CHUNK_TOKENS) * model.vocab * SCORED_LOGIT
     work = max(head, block * size.tokens, tower_block * size.patches - text, scored - text - tower)
     return {
@@ -202,7 +204,7 @@ def plan_activations(
 
 
 def plan_server(file: RunFile, model: ModelMemory, limit: int, on_gpu: bool) -> dict[str, int]:
-    """Return what a server holds. Its KV cache grows to the rest of its limit."""
+    """Return the memory of a server. Its KV cache grows to the rest of its limit."""
     inference, itemsize = file.inference, 4 if file.model.dtype == "float32" else 2
     parts = inference.tensor_parallel_size
     items = {"parameters": itemsize * model.parameters // parts}
@@ -219,8 +221,11 @@ def plan_server(file: RunFile, model: ModelMemory, limit: int, on_gpu: bool) -> 
 
 
 def divide_gpu(file: AnyRun, measure: Measure, memory: int) -> AnyRun | None:
-    """Set the micro-batches and the servers' share of a GPU of `memory` bytes, where unset, if the
-    trainer shares it. The largest micro-batches that fit are chosen. Return None if none fit."""
+    """Choose the micro-batch size and the servers' share of a GPU that they share with the trainer.
+
+    Only unset settings are chosen. Return the run file with the largest micro-batches that fit into
+    `memory` bytes, or None if none fit.
+    """
     if not isinstance(file, RunFile) or not file.shares_gpu:
         return file
     tokens, share = file.trainer.micro_batch_tokens, file.inference.gpu_memory_utilization

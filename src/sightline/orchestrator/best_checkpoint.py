@@ -72,7 +72,7 @@ class BestCheckpoint:
         ):
             manifest = read_manifest(published / MANIFEST)
             if self.blobs is not None and any(file.parts for file in manifest.files):
-                fetch_files(manifest, self.blobs, Path(fetched))  # not next to the manifest
+                fetch_files(manifest, self.blobs, Path(fetched))  # into a folder of its own
                 published = Path(fetched)
             weights, others = (
                 sorted(folder.glob("*.safetensors")) for folder in (published, self.source)

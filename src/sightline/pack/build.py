@@ -47,7 +47,7 @@ def build_micro_batch(
 
 
 def _lay_out_routes(samples: Sequence[Sample], builder: _MicroBatchBuilder) -> Array | None:
-    """Return the routes of all tokens. A shared token has those of the first sample that knows."""
+    """Return the routes of all tokens. A shared token has those of the first sample with routes."""
     known = next((sample.routes for sample in samples if sample.routes is not None), None)
     if known is None:
         return None

@@ -19,9 +19,9 @@ from sightline.wire.micro_batch import MicroBatch
 class MicroBatchPart:
     batch: MicroBatch
     trains: Bool[np.ndarray, " trained"]
-    """Which of the whole's trained tokens it trains."""
+    """True for the trained tokens of the whole micro-batch that this part trains."""
     items: list[int]
-    """The places of its items among those of the whole."""
+    """The indices of its items in the whole micro-batch."""
 
 
 def split_micro_batch(batch: MicroBatch) -> list[MicroBatchPart]:
@@ -59,7 +59,7 @@ def _rollouts(batch: MicroBatch) -> Iterator[tuple[int, int]]:
 def _take(
     batch: MicroBatch, kept: Int[np.ndarray, " kept"], trains: Bool[np.ndarray, " trained"]
 ) -> MicroBatchPart:
-    places = np.full(len(batch.token_ids) + 1, -1)  # the last one is that of the parent -1
+    places = np.full(len(batch.token_ids) + 1, -1)  # the last entry is for the parent -1
     places[kept] = np.arange(len(kept))
     slots = [slot for slot in batch.slots if places[slot.offset] >= 0]
     items = sorted({slot.item for slot in slots})

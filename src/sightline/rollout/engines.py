@@ -53,8 +53,10 @@ class InferenceEngine(ABC):
         return transport.has_files
 
     def takes_adapters(self, has_plain_names: bool) -> bool:
-        """Return whether servers apply LoRA adapters to a checkpoint, with transformers' parameter
-        names or others."""
+        """Return whether servers apply LoRA adapters to the run's checkpoint.
+
+        `has_plain_names` is true if the checkpoint has transformers' parameter names.
+        """
         return False
 
     def check(self, config: RunFile, family: Family) -> None:

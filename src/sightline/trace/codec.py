@@ -58,7 +58,7 @@ def decode_trace(data: bytes, what: str = "data") -> Trace:
 
 
 def encode_traces(traces: Iterable[Trace]) -> bytes:
-    """Return the bytes of a trace file. It has no routes, which are larger than all the rest."""
+    """Return the bytes of a trace file. Routes are left out, because they are the largest part."""
     parts = [FILE_MAGIC]
     for trace in traces:
         data = encode_trace(_without_routes(trace))

@@ -77,8 +77,8 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     versions: tuple[PolicySpan, ...] = ()
     """The policy versions of the sampled tokens. Their spans cover these tokens without gaps."""
     routes: Array | None = None
-    """The experts of the token before each token: (tokens, layers, experts per token). They led to
-    the token, as its logprob did. None if the engine does not report them."""
+    """The experts that predicted each token, which are those of the token before: (tokens, layers,
+    experts per token). None if the engine does not report them."""
     slots: tuple[Slot[MediaItem], ...] = ()
     """The slots of the message's images, at offsets from the start of the node."""
     finish_reason: str = ""

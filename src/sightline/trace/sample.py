@@ -86,7 +86,7 @@ def _build_sample(
 
 
 def _join_routes(nodes: Sequence[Node]) -> Array | None:
-    """Return the routes of each token. Nodes have those that led to each token."""
+    """Return the routes of each token. In a node, each token has those of the token before."""
     known = next((node.routes for node in nodes if node.routes is not None), None)
     if known is None:
         return None

@@ -71,7 +71,7 @@ class Turn:
 
     @property
     def routes_from(self) -> int:
-        """The first token whose routes the trace lacks. Its experts led to the first new token."""
+        """The first token whose routes the trace lacks: the one before the first new token."""
         return max(self._branch_point.start - 1, 0)
 
     def commit(

@@ -54,7 +54,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     files: list[WeightFile]
     """The files of all ranks, in rank order."""
     base: str = ""
-    """Digest of the frozen parameters, which only [model] path has. Empty if all are in `files`."""
+    """Digest of the frozen parameters, which are only in [model] path. Empty if `files` has all."""
     schema: int = SCHEMA
 
 
@@ -91,8 +91,8 @@ def check_base(path: Path, base: str, source: str) -> None:
     expected = read_manifest(path).base
     if expected and expected != base:
         raise ResumeRefused(
-            f"{path} holds only the trained parameters, and {source}, [model] path, has changed",
-            "restore it from a copy, or start a new run",
+            f"{path} holds only the trained parameters, and the weights in {source} have changed",
+            "restore the files of [model] path, or start a new run",
         )
 
 

@@ -63,7 +63,7 @@ class ReadyMicroBatch:
         return np.cumsum([0, *(entry.item.num_patches for entry in self.batch.items)])
 
     def split(self) -> list[tuple[ReadyMicroBatch, np.ndarray]]:
-        """Return two parts, and which trained tokens each one has; nothing for one rollout."""
+        """Return two parts with masks of their trained tokens, or nothing for a single rollout."""
         parts: list[tuple[ReadyMicroBatch, np.ndarray]] = []
         for part in split_micro_batch(self.batch):
             made, starts = None, self.patch_starts

@@ -1,4 +1,4 @@
-"""The sizes of a run's large files, computed before it starts, from a model without values."""
+"""The sizes of a run's large files, computed before it starts, from a model on the meta device."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def encode_blank(forward: Forward, device: torch.device) -> Float[Tensor, ""]:
 
 
 class ContextShare:
-    """The tokens of a micro-batch that this rank computes: all, without context parallelism."""
+    """The tokens of a micro-batch that this rank computes: all of them without a group."""
 
     def __init__(self, batch: MicroBatch, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -107,7 +107,7 @@ class ContextShare:
         self.trained = np.flatnonzero(self.contains(predicting))
         """The trained tokens whose prediction this rank computes."""
         self.predicting = predicting[self.trained] - self.start
-        """The places of the tokens that predict them, among this rank's."""
+        """The places, among this rank's tokens, of the tokens that predict them."""
 
     def contains(self, places: Int[np.ndarray, " places"]) -> Bool[np.ndarray, " places"]:
         """Return which of the places in the micro-batch are this rank's."""

@@ -54,7 +54,7 @@ class BlockRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """The numbers from which the memory of a model's processes follows."""
+    """The numbers of a model that determine the memory of its processes."""
 
     parameters: int
     trained: int

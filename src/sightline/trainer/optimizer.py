@@ -35,7 +35,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.register_step_post_hook(lambda *_: self.round_masters())
 
     def get_master(self, parameter: Tensor) -> Tensor:
-        """Return the tensor whose value `parameter` has, rounded or not."""
+        """Return the parameter's master, or the parameter itself if it has none."""
         return self._masters.get(parameter, parameter)
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ def load_policy(
     place: str,
     exact: tuple[str, str] | None = None,
 ) -> Forward:
-    """Load the model that trains to the device `place`. Other weights are frozen."""
+    """Load the model to the device `place`. Freeze the weights that do not train."""
     forward = load_model(model.path, family, place, model.dtype, exact)
     if lora.rank:
         add_adapters(forward, lora, model.train_vision, seed)

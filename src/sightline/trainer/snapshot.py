@@ -1,8 +1,8 @@
 """Writes each rank's part of model and optimizer to files, and reads any rows back.
 
-Frozen parameters are not written: the run's initial checkpoint has them.
-A sharded tensor is split along its rows, and each file records which rows it holds. So a checkpoint
-can be restored on any number of ranks.
+Frozen parameters are not written: the run's initial checkpoint has them. A sharded tensor is split
+along its rows, and each file records which rows it holds. A checkpoint can therefore be restored on
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ShardSnapshot:
 
 
 MOMENTS = 2
-"""AdamW's states of a parameter that have its size."""
+"""Number of AdamW states that have the size of their parameter."""
 
 
 def select_saved(model: nn.Module) -> dict[str, Tensor]:

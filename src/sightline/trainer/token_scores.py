@@ -44,7 +44,7 @@ class TokenScores:
     reference_logprobs: Float[Tensor, " tokens"] | None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TokenScores:
-        """Return `function` of the scores that exist."""
+        """Apply `function` to the scores that exist."""
         others = (self.entropy, self.kl, self.reference_logprobs)
         return TokenScores(
             function(self.logprobs), *(None if x is None else function(x) for x in others)

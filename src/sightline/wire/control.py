@@ -75,7 +75,7 @@ class FileChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class FileChanges(ControlMessage, frozen=True, tag="file_changes"):
-    """Sends a process that joins the files that it needs. Later, the process sends the orchestrator
+    """Sends a joining process the files that it needs. Later, that process sends the orchestrator
     the files that it has written, before any message that depends on them."""
 
     files: tuple[FileChange, ...]

@@ -68,7 +68,7 @@ def check_disk_room(path: Path, reserve_bytes: int = DEFAULT_RESERVE_BYTES) -> N
 
 
 def check_writable(folder: Path) -> None:
-    """Raise `DiskFull` if a file with a byte cannot be written in `folder`."""
+    """Raise `DiskFull` if a file of one byte cannot be written in `folder`."""
     try:
         with TemporaryFile(dir=folder, buffering=0) as file:
             file.write(b"x")

@@ -154,7 +154,7 @@ class Choice(msgspec.Struct, frozen=True):
     logprobs: Logprobs | None = None
     weight_versions: list[VersionSpan] | None = None
     routes: Array | None = None
-    """The experts of each token from `routes_from` on, but for the last one, which the engine has
+    """The experts of each token from `routes_from` on, except the last one, which the engine has
     not computed: (tokens, layers, experts per token). None for a model without experts."""
 
 

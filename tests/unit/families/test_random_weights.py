@@ -24,8 +24,8 @@ from sightline.families.tiny_checkpoint import (
 )
 
 FOLDER = Path(sightline.families.qwen_vl.__file__).parent
-# Parameters in billions, as the models' pages say. The 0.24B of Qwen3.5's MTP layer are no part of
-# transformers' class.
+# Parameters in billions, as on the models' pages, but without the 0.24B of Qwen3.5's MTP layer,
+# which transformers' class does not have.
 BILLIONS = {
     "2b": 2.13, "qwen3-vl-4b": 4.44, "qwen3-vl-8b": 8.77, "qwen3-vl-30b-a3b": 31.07,
     "qwen3.5-4b": 4.54, "qwen3.5-9b": 9.41, "qwen3.5-35b-a3b": 35.11,

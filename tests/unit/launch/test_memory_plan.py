@@ -224,7 +224,7 @@ def test_a_shared_gpu_is_divided_so_that_both_processes_fit(folders: dict[str, P
     assert tokens < memory_plan.MAX_TOKENS and divide(build_file(folders["4b"], larger)) is None
 
 
-def test_settings_with_numbers_are_kept(folders: dict[str, Path]) -> None:
+def test_settings_of_the_run_file_are_kept(folders: dict[str, Path]) -> None:
     numbers = RECOMPUTED | {"micro_batch_tokens": 2048}
     file = build_file(folders["4b"], numbers, inference={"gpu_memory_utilization": 0.25})
     assert divide(file) is file

@@ -91,7 +91,7 @@ def test_durable_line_is_synced(tmp_path: Path, calls: list[Call]) -> None:
 def test_a_checkpoint_from_another_machine_survives_a_machine_crash(
     tmp_path: Path, calls: list[Call]
 ) -> None:
-    """Its batches are removed once its files are here."""
+    """The checkpoint's batches are removed once its files have arrived."""
     blobs, weights = open_blobs(tmp_path), tmp_path / "weights"
     weights.write_bytes(b"weights")
     stored = store_file(blobs, weights, salt=b"salt")

@@ -239,7 +239,7 @@ def test_broken_groups_end_the_run_with_the_last_error(run_dir: RunDir) -> None:
 
 
 def test_groups_that_a_full_disk_broke_are_played_again(run_dir: RunDir) -> None:
-    """A worker cannot store an image. The group is no fault of its environment."""
+    """The group fails because a worker cannot store an image. The environment is not at fault."""
     world = World(run_dir, max_lag=0)
     world.error = "no space left"
 

@@ -1,4 +1,4 @@
-"""The orchestrator's process: the run's lease on its images, and the room for them."""
+"""The orchestrator's process: the run's lease on its images, and their disk space."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_patches_are_computed_without_room_for_files(
 
 @pytest.mark.parametrize("kind", ["writable by others", "a link"])
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, kind: str) -> None:
-    """Its owner could supply pixels that nobody sampled."""
+    """The folder's owner could supply pixels that nobody sampled."""
     folder, target = tmp_path / f"{PREFIX}{os.getpid()}", tmp_path / "target"
     target.mkdir(0o700)
     if kind == "a link":

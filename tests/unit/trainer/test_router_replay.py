@@ -108,7 +108,7 @@ def play(model: Path, served: Path, store: MediaStore, count: int) -> list[Trace
 
 
 def with_advantages(traces: list[Trace]) -> list[Sample]:
-    """Return the samples after a trip over every wire."""
+    """Return the samples, encoded and decoded by every codec on their way."""
     samples = []
     for trace in traces:
         assert not trace.error, trace.error

@@ -77,7 +77,7 @@ class CudaGraphDecoder:
         self._last_tokens.index_copy_(0, copy_to_device(rows, self.device), tokens)
 
     def drop_graphs(self) -> None:
-        """Forget all graphs, because the model computes something else now."""
+        """Forget all graphs, because the model's operations have changed."""
         self._computed.clear()
         self._generation = -1
 
@@ -98,7 +98,7 @@ class CudaGraphDecoder:
             shape_pass.graph.replay()
             logits, routes = shape_pass.logits, shape_pass.routes
             self.num_replayed += 1
-        if routes is not None:  # without the idle places
+        if routes is not None:  # without the padding rows
             self.kv.put_routes(plan, routes[: len(plan.rows)])
         self.num_passes += 1
         return logits[: len(plan.rows)]

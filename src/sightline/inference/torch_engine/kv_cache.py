@@ -74,7 +74,7 @@ class KVCache:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._routes: dict[int, Tensor] = {}
-        """The experts of each token in all layers, in one table at 0."""
+        """The experts of each token, in one table for all layers, under the key 0."""
 
     @property
     def token_bytes(self) -> int:

@@ -33,12 +33,12 @@ class PolicyWeights:
         self._adapters: dict[str, LayerAdapter] = {}
         self._checkpoint = AdapterBase(read_base)
         self._verified: tuple[str, str, frozenset[str]] | None = None
-        """The base that the model's own parameters are known to be."""
+        """The base, dtype and trained names that the model's parameters were last verified for."""
 
     def check(self, adapter: Adapter | None, tensors: NamedTensors) -> dict[str, Tensor]:
-        """Return what `adopt` must copy: the version's tensors and, if it changed, the base.
+        """Return the tensors that `adopt` must copy: the version's and, if it changed, the base's.
 
-        Raise if they do not fit the model. It does not change.
+        Raise if they do not fit. The model itself does not change.
         """
         if adapter is None:
             check_parameters(self._own, tensors)
@@ -58,7 +58,7 @@ class PolicyWeights:
 
     @torch.no_grad()
     def adopt(self, adapter: Adapter | None, tensors: NamedTensors) -> bool:
-        """Put a checked version into the model. Return whether its operations changed, too."""
+        """Put a checked version into the model. Return whether the operations changed, too."""
         for name in self._own.keys() & tensors.keys():
             self._own[name].copy_(tensors[name])
         scales = {} if adapter is None else adapter.scales
