@@ -196,7 +196,7 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     if not ranks.is_lead:
         follow = FollowerChannel(ranks)
         follow.report_ready()
-        return read_shares(follow, pixels, family.num_axes)
+        return read_shares(follow, pixels, family.num_axes, learner.dims.context)
     batch = Batch(1, with_loss(samples(model, store), store))
     if "routes" in sys.argv:
         layers = learner.forward.routing.num_layers

@@ -21,7 +21,7 @@ import sys, torch
 from sightline.trainer.ranks import RankInfo
 from sightline.trainer.parallel_dims import ParallelDims
 ranks = RankInfo(int(sys.argv[1]), 2, sys.argv[2])
-ParallelDims.of(ranks).join(ranks, torch.device("cpu"))
+ParallelDims(ranks.rank, ranks.size).join(ranks, torch.device("cpu"))
 torch.distributed.barrier()
 print("met", flush=True)
 sys.stdin.read()

@@ -337,15 +337,14 @@ class TrainerConfig(ConfigSection):
     def max_micro_batch_tokens(self) -> int:
         return self.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
 
-    @model_validator(mode="after")
-    def _check_ranks(self) -> TrainerConfig:
-        if self.ranks % self.context_parallel:
-            raise InvalidSetting(
-                f"ranks = {self.ranks} is not a multiple of context_parallel = "
+    def check_ranks(self, ranks: int) -> None:
+        """Raise if this number of ranks is not a multiple of `context_parallel`."""
+        if ranks % self.context_parallel:
+            raise ConfigError(
+                f"{ranks} trainer ranks are not a multiple of [trainer] context_parallel = "
                 f"{self.context_parallel}",
-                "set ranks to a multiple of context_parallel",
+                "set [trainer] ranks to a multiple of context_parallel",
             )
-        return self
 
 
 class EvalConfig(ConfigSection):

@@ -105,7 +105,7 @@ def build_learner(
     """Load the model and everything that the algorithm needs."""
     algorithm = algorithm or load_algorithm(AlgorithmConfig())
     device = pick_rank_device(trainer.device, ranks)
-    dims = ParallelDims.of(ranks, trainer.context_parallel)
+    dims = ParallelDims.of(ranks, trainer)
     if device.type == "cpu":
         model.check_exact_on_cpu(dims.size)
     if dims.is_distributed:
@@ -352,7 +352,7 @@ def _build_batches(
     pixels = build_pixels(learner, store)
     learner.pixels = pixels.materializer.counts
     if isinstance(channel, FollowerChannel):
-        return read_shares(channel, pixels, learner.family.num_axes)
+        return read_shares(channel, pixels, learner.family.num_axes, learner.dims.context)
     batches: Iterable[ReadyBatch]
     if isinstance(config, SftFile):
         batches = build_conversations(

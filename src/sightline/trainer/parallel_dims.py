@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sightline.compute.tcp_store import connect_store, listen_store
-from sightline.errors import ConfigError
+from sightline.config import TrainerConfig
 from sightline.trainer.ranks import START_S, RankInfo
 
 T = TypeVar("T")
@@ -35,13 +35,9 @@ class ParallelDims:
     _context_group: dist.ProcessGroup | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of(cls, ranks: RankInfo, context: int = 1) -> ParallelDims:
-        if ranks.size % context:
-            raise ConfigError(
-                f"{ranks.size} trainer ranks are not a multiple of [trainer] context_parallel = "
-                f"{context}",
-                "set [trainer] ranks to a multiple of context_parallel",
-            )
+    def of(cls, ranks: RankInfo, trainer: TrainerConfig) -> ParallelDims:
+        trainer.check_ranks(ranks.size)
+        context = trainer.context_parallel
         return cls(ranks.rank, data=ranks.size // context, context=context)
 
     @property

@@ -79,6 +79,7 @@ def find_family(config: RunFile | SftFile) -> Family:
             "the output_dir of a warm-up, or create one with `sightline model tiny DIR`",
         )
     family = load_family(path, config.model.exact, **config.model.overrides())
+    config.trainer.check_ranks(config.trainer.ranks)
     check_context_parallel(family, path, config.trainer.context_parallel, config.model.exact)
     if shows_media and not family.shows_media:
         raise ConfigError(
