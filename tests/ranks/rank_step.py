@@ -72,6 +72,7 @@ def main() -> None:
         max_grad_norm=1e9,
         activation_checkpointing="recompute" in words,
         compile_backend="aot_eager" if "compile" in words else "",
+        ranks=size,
         context_parallel=context,
     )
     lora = LoraConfig(rank=4, vision_targets=("*",)) if "lora" in words else LoraConfig()
@@ -196,7 +197,7 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     if not ranks.is_lead:
         follow = FollowerChannel(ranks)
         follow.report_ready()
-        return read_shares(follow, pixels, family.num_axes)
+        return read_shares(follow, pixels, family.num_axes, learner.dims.context)
     batch = Batch(1, with_loss(samples(model, store), store))
     if "routes" in sys.argv:
         layers = learner.forward.routing.num_layers

@@ -352,7 +352,7 @@ def _build_batches(
     pixels = build_pixels(learner, store)
     learner.pixels = pixels.materializer.counts
     if isinstance(channel, FollowerChannel):
-        return read_shares(channel, pixels, learner.family.num_axes)
+        return read_shares(channel, pixels, learner.family.num_axes, learner.dims.context)
     batches: Iterable[ReadyBatch]
     if isinstance(config, SftFile):
         batches = build_conversations(

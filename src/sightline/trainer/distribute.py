@@ -62,7 +62,7 @@ def distribute(
         ]
     )
     axes = packs[0].positions.shape[0] if packs else 1
-    empty = ReadyMicroBatch(build_empty_micro_batch(ready.step, axes))
+    empty = ReadyMicroBatch(build_empty_micro_batch(ready.step, axes, dims.context))
     mine = [
         replace(empty if at is None else ready.micro_batches[at], runs_tower=runs)
         for at, runs in zip(places[0], runs_tower, strict=True)
@@ -71,11 +71,11 @@ def distribute(
 
 
 def read_shares(
-    channel: FollowerChannel, pixels: MicroBatchPixels, num_axes: int
+    channel: FollowerChannel, pixels: MicroBatchPixels, num_axes: int, context: int = 1
 ) -> Iterator[ReadyBatch]:
     """Yield a rank's shares in step order, until rank 0 announces the end."""
     for share in channel.shares():
-        empty = build_empty_micro_batch(share.step, num_axes)
+        empty = build_empty_micro_batch(share.step, num_axes, context)
         yield ReadyBatch(
             step=share.step,
             digest=share.digest,
