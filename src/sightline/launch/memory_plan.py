@@ -154,7 +154,11 @@ def plan_rank(
         engine = load_engine(file.inference.engine)
         if find_transport(file, has_gpu=True, can_adopt=engine.can_adopt).keeps_copy:
             items["published copy"] = itemsize * model.parameters
-    steps = plan_activations(file, model, size, itemsize)
+    # Ranks that divide the tokens encode the images of their own. All of these may train.
+    tokens = -(-size.tokens // trainer.context_parallel)
+    shown = min(size.patches, max(tokens * model.patches_per_token, 1))
+    own = MicroBatchSize(tokens, shown, min(size.trained, tokens))
+    steps = plan_activations(file, model, own, itemsize)
     items |= steps
     if model.tower and not model.trains_tower:
         items["feature cache"] = trainer.feature_cache_mb * MIB

@@ -267,6 +267,15 @@ def test_a_run_that_does_not_fit_gets_settings_with_which_it_does(
     assert "published copy" in capsys.readouterr().out
 
 
+def test_ranks_that_divide_the_tokens_hold_their_part(folders: dict[str, Path]) -> None:
+    def plan(context: int, tokens: int) -> dict[str, int]:
+        file = build_file(folders["2b"], RECOMPUTED | {"ranks": 4, "context_parallel": context})
+        size = MicroBatchSize(tokens, 4 * tokens, tokens)
+        return plan_rank(file, memory_plan.measure(file), size, 0, on_gpu=True)
+
+    assert plan(4, 65536) == plan(1, 16384)
+
+
 # --- the examples
 
 
