@@ -72,6 +72,7 @@ def main() -> None:
         max_grad_norm=1e9,
         activation_checkpointing="recompute" in words,
         compile_backend="aot_eager" if "compile" in words else "",
+        ranks=size,
         context_parallel=context,
     )
     lora = LoraConfig(rank=4, vision_targets=("*",)) if "lora" in words else LoraConfig()

@@ -114,6 +114,9 @@ def test_replayed_routes_match_one_rank(step: Callable[..., Found]) -> None:
         assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
     fraction = alone.metrics["differing_routes_fraction"]
     assert 0 < fraction == together.metrics["differing_routes_fraction"]
+    divided = step(*model, 2, "routes", "context=2")
+    check_equal(alone, divided)
+    assert fraction == divided.metrics["differing_routes_fraction"]
     assert free.metrics["differing_routes_fraction"] is None
 
 

@@ -114,23 +114,27 @@ class AdapterBase:
 
 
 def write_merged(version: list[Path], adapter: Adapter, base: list[Path], target: Path) -> str:
-    """Merge the files of a version into those of its base, in the base's names and dtypes.
+    """Merge the files of a version into those of its base. What trained gets the version's dtype,
+    which may be more precise than the base's.
 
     Return the digest of the file `target`. The host holds one merged tensor at a time.
     """
+    dtype = TORCH_DTYPES[adapter.dtype]
     tensors = {name: tensor for path in version for name, tensor in load_file(path).items()}
     opened = [safe_open(check_file(path), "pt") for path in base]
     files = {name: file for file in opened for name in file.keys()}
     stored = {name: file.get_slice(name) for name, file in files.items()}
+    kinds = {name: TORCH_DTYPES[part.get_dtype()] for name, part in stored.items()}
+    kinds |= dict.fromkeys(kinds.keys() & (tensors.keys() | adapter.scales.keys()), dtype)
     empty = {
-        name: torch.empty(part.get_shape(), dtype=TORCH_DTYPES[part.get_dtype()], device="meta")
+        name: torch.empty(part.get_shape(), dtype=kinds[name], device="meta")
         for name, part in stored.items()
     }
     names = {id(tensor): name for name, tensor in empty.items()}
 
     def merge(like: Tensor) -> Tensor:
         name = names[id(like)]
-        own = {name: files[name].get_tensor(name)}
+        own = {name: files[name].get_tensor(name).to(like.dtype)}
         return resolve_parameter(name, own, adapter.scales, tensors).to(like.dtype)
 
     return write_tensors(target, empty, merge, metadata={"format": "pt"}).sha256

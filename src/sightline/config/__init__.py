@@ -11,6 +11,7 @@ from sightline.config.files import (
     SftFile,
     check_resume,
     iter_settings,
+    keep_planned,
     resolve_paths,
 )
 from sightline.config.load import (
@@ -52,6 +53,7 @@ __all__ = [
     "dump_toml",
     "get_section_class",
     "iter_settings",
+    "keep_planned",
     "load_config",
     "resolve_paths",
     "validate_config",

@@ -9,6 +9,7 @@ Dimensions: T tokens, L layers of the text model (dense ones have zeros), K expe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from functools import cache
 from itertools import count
@@ -70,9 +71,11 @@ class ExpertRouting:
 
     @classmethod
     def find(cls, text: Any) -> ExpertRouting | None:
-        """Return the routing of a text model. None if it has no experts."""
+        """Return the routing of a text model. None if it has no experts, or a router that `weigh`
+        does not know."""
         layers = list(text.layers)
-        return cls(layers) if any(_find_router(layer) is not None for layer in layers) else None
+        routers = {type(r): r for layer in layers if (r := _find_router(layer)) is not None}
+        return cls(layers) if routers and all(map(_is_known, routers.values())) else None
 
     def use(self, routes: Routes | None, replays: bool) -> None:
         """Compare the next forward pass with `routes`, and replay them if `replays`.
@@ -150,7 +153,7 @@ def _build_replaying(router_type: Any) -> type[nn.Module]:
             chosen = self.routing.choose(self.route_layer, own)
             if chosen is own:
                 return logits, weights, own
-        return logits, weigh(self, logits, chosen), chosen
+        return logits, weigh(self, logits, chosen).to(weights.dtype), chosen
 
     return type(router_type.__name__, (router_type,), {"forward": forward})
 
@@ -158,14 +161,36 @@ def _build_replaying(router_type: Any) -> type[nn.Module]:
 def weigh(router: Any, logits: Float[Tensor, "tokens all"], chosen: Choice) -> Tensor:
     """Return the chosen experts' weights. A router's correction bias affects its choice only."""
     if hasattr(router, "e_score_correction_bias"):
-        weights = logits.sigmoid().gather(1, chosen)
-        if router.norm_topk_prob:
+        weights = logits.float().sigmoid().gather(1, chosen)
+        if getattr(router, "norm_topk_prob", True):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * router.routed_scaling_factor
+        return weights * getattr(router, "routed_scaling_factor", 1.0)
     weights = F.softmax(logits, dim=-1, dtype=torch.float).gather(1, chosen)
     if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype)
+
+
+@torch.no_grad()
+def _is_known(router: Any) -> bool:
+    """Return whether `weigh` gives a router's own choice the weights that the router gives it.
+
+    A copy with drawn values is tried, because the router may be on the meta device.
+    """
+    try:
+        trial, draws = (
+            copy.deepcopy(router).to_empty(device="cpu"),
+            torch.Generator().manual_seed(0),
+        )
+        for tensor in (*trial.parameters(), *trial.buffers()):
+            tensor.copy_(torch.randn(tensor.shape, generator=draws))
+        hidden = torch.randn(8, trial.weight.shape[-1], generator=draws).to(trial.weight)
+        logits, weights, own = trial(hidden)
+        again = weigh(trial, logits, own)
+        is_equal = torch.allclose(again.float(), weights.float(), rtol=1e-2)
+        return is_equal and own.shape[-1] == trial.top_k <= trial.num_experts
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # of an unknown router
+        return False
 
 
 def _find_router(layer: Any) -> Any:

@@ -154,7 +154,11 @@ def plan_rank(
         engine = load_engine(file.inference.engine)
         if find_transport(file, has_gpu=True, can_adopt=engine.can_adopt).keeps_copy:
             items["published copy"] = itemsize * model.parameters
-    steps = plan_activations(file, model, size, itemsize)
+    # Ranks that divide the tokens encode the images of their own. All of these may train.
+    tokens = -(-size.tokens // trainer.context_parallel)
+    shown = min(size.patches, max(tokens * model.patches_per_token, 1))
+    own = MicroBatchSize(tokens, shown, min(size.trained, tokens))
+    steps = plan_activations(file, model, own, itemsize)
     items |= steps
     if model.tower and not model.trains_tower:
         items["feature cache"] = trainer.feature_cache_mb * MIB
@@ -232,10 +236,8 @@ def divide_gpu(file: AnyRun, measure: Measure, memory: int) -> AnyRun | None:
     if tokens is not None and share is not None:
         return file
     model = measure(file)
-    longest = file.trainer.max_sequence_tokens or file.inference.max_model_len
-    largest = max(MAX_TOKENS, -(-longest // TOKEN_STEP) * TOKEN_STEP)
-    # Samples are not split, so smaller micro-batches than the longest sample save nothing.
-    for size in [tokens] if tokens else range(largest, longest - 1, -TOKEN_STEP):
+    largest = max(MAX_TOKENS, -(-_get_longest(file) // TOKEN_STEP) * TOKEN_STEP)
+    for size in [tokens] if tokens else range(largest, 0, -TOKEN_STEP):
         candidate = _set(file, "trainer", "micro_batch_tokens", size)
         if share is None:
             chosen = _find_share(candidate, model, memory)
@@ -296,10 +298,18 @@ def fill_in(file: RunFile) -> RunFile:
 
 
 def describe_choice(file: RunFile) -> str:
+    tokens = file.trainer.max_micro_batch_tokens
+    is_short = tokens < _get_longest(file)
+    warning = f". A sample of more than {tokens} tokens may not fit" if is_short else ""
     return (
-        f"planned: [trainer] micro_batch_tokens = {file.trainer.micro_batch_tokens}, [inference] "
-        f"gpu_memory_utilization = {file.inference.gpu_memory_utilization}"
+        f"planned: [trainer] micro_batch_tokens = {tokens}, [inference] "
+        f"gpu_memory_utilization = {file.inference.gpu_memory_utilization}{warning}"
     )
+
+
+def _get_longest(file: RunFile) -> int:
+    """Return the length of the longest sample that the run can have."""
+    return file.trainer.max_sequence_tokens or file.inference.max_model_len
 
 
 def measure(file: RunFile | SftFile) -> ModelMemory:

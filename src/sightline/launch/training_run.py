@@ -24,6 +24,7 @@ from sightline.config import (
     RunFile,
     check_resume,
     dump_checked_toml,
+    keep_planned,
     load_config,
     resolve_paths,
 )
@@ -157,7 +158,7 @@ def resume_run(
     old = load_config(job.file_kind, run_dir.config)
     new = load_config(job.file_kind, run_dir.config, overrides)
     if file is not None:
-        new = resolve_paths(resolve_model(file))
+        new = keep_planned(old, resolve_paths(resolve_model(file)))
     check_resume(old, new)
     if end := describe_end(status, new.run):
         print(end)

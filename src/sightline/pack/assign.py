@@ -34,15 +34,15 @@ def assign_to_ranks(
 
 
 def build_empty_micro_batch(step: int, num_axes: int, num_tokens: int = 1) -> MicroBatch:
-    """Return a micro-batch of tokens that do not train. Each context rank needs one of them."""
-    along = list(range(num_tokens))
+    """Return a micro-batch of tokens that do not train: one for each rank that divides them."""
+    places = list(range(num_tokens))
     none = Array.of([], "float32")
     return MicroBatch(
         step=step,
         token_ids=Array.of([0] * num_tokens, "int32"),
-        positions=Array.of([along] * num_axes, "int32"),
+        positions=Array.of([places] * num_axes, "int32"),
         subtree_end=Array.of([num_tokens] * num_tokens, "int32"),
-        parent=Array.of([-1, *along[:-1]], "int32"),
+        parent=Array.of([place - 1 for place in places], "int32"),
         trained=Array.of([], "int32"),
         logprobs=none,
         advantages=none,

@@ -111,6 +111,8 @@ class LossComputer:
         hidden = self._hidden(ready, share)
         routing = getattr(self.forward, "routing", None)
         routes = None if routing is None else routing.count_differing()
+        if routes is not None:
+            routes = share.sum(routes)
         reference_hidden = None
         if self.reference is not None:
             with torch.no_grad():

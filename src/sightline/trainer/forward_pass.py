@@ -142,6 +142,12 @@ class ContextShare:
         places = copy_to_device(self.trained, scores.device)
         return join_scores(scores, places, self._num_trained, self._group)
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Return numbers of this rank's tokens, summed over all tokens."""
+        if self._group is not None:
+            dist.all_reduce(numbers, group=self._group)
+        return numbers
+
 
 def use_routes(
     forward: Forward, batch: MicroBatch, device: torch.device, replays: bool, share: ContextShare

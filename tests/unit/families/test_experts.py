@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -109,6 +111,43 @@ def test_routes_of_another_model_are_refused(forward: Any) -> None:
     routing.use(wrong[..., :-1], replays=True)
     with pytest.raises(Misaligned, match="routes of 5 tokens for 4 tokens"):
         blocks_of(forward)[0].gate(torch.randn(4, blocks_of(forward)[0].gate.hidden_dim))
+
+
+ROUTERS = (
+    ("minimax_m3_vl", "MiniMaxM3VLTopKRouter", True),  # without a factor
+    ("qwen4_exp", "Qwen4ExpTextTopKRouter", True),
+    ("ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeTopKRouter", True),
+    ("mistral4", "Mistral4TopkRouter", False),  # a softmax with a factor
+    ("deepseek_ocr2", "DeepseekOcr2TextTopkRouter", False),
+    ("inkling", "InklingTopkRouter", False),  # returns more
+)
+
+
+@pytest.mark.parametrize(("kind", "name", "is_known"), ROUTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_routers_with_known_weights_replay(
+    kind: str, name: str, is_known: bool, dtype: torch.dtype
+) -> None:
+    same = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+    config = SimpleNamespace(
+        **same, hidden_size=16, num_experts_per_tok=2, norm_topk_prob=True, n_group=1, topk_group=1,
+        routed_scaling_factor=2.5, topk_method="greedy", moe_norm_min=1e-12, moe_num_experts=4,
+        n_shared_experts=1, route_scale=1.0,
+    )  # fmt: skip
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    router = getattr(module, name)(config).to(dtype)
+    torch.nn.init.normal_(router.weight)
+    block = SimpleNamespace(experts=None, gate=router)
+    text = SimpleNamespace(layers=[SimpleNamespace(mlp=None), SimpleNamespace(mlp=block)])
+    routing = ExpertRouting.find(text)
+    assert (routing is not None) == is_known
+    if routing is not None:
+        hidden = torch.randn(9, 16, dtype=dtype)
+        _, weights, own = router(hidden)
+        routing.use(routing.get_routes(), replays=True)
+        _, again, chosen = router(hidden)
+        assert torch.equal(chosen, own) and again.dtype == weights.dtype
+        torch.testing.assert_close(again, weights, rtol=1e-2, atol=0)
 
 
 def test_dense_model_has_no_routing(tiny_model: Path) -> None:

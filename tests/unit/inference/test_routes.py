@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sightline.compute.attention import PackedPattern
+from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.model import load_model
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
@@ -19,7 +20,8 @@ from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.engine import TorchEngine
 from sightline.inference.torch_engine.kv_cache import KVCache
-from sightline.inference.torch_engine.row_table import TorchRequest
+from sightline.inference.torch_engine.model_runner import WholeRowRunner
+from sightline.inference.torch_engine.row_table import RowTable, StepPlan, TorchRequest
 from sightline.media import MediaStore
 from sightline.pixels import Materializer
 from sightline.wire.generate import SamplingParams
@@ -122,3 +124,16 @@ def test_answer_without_routes_from_reports_none(model: Path, store: MediaStore)
     engine, request = build(model, store, False), ask(range(9), first=None)
     answer(engine, lambda: iter([[request]]))
     assert request.tokens and request.routes is None
+
+
+def test_rows_without_a_kv_cache_report_no_routes(tmp_path: Path, store: MediaStore) -> None:
+    write_tiny("qwen_vl", tmp_path, seed=0, type="qwen3_moe")
+    family = load_family(tmp_path)
+    rows = RowTable(4, 512, family.num_axes)
+    rows.tokens[1, :9] = range(20, 29)
+    forward = load_model(tmp_path, family, "cpu", "float32")
+    runner = WholeRowRunner(forward, family, FeatureCache(0), rows, (), False)
+    one = np.ones(1, dtype=np.int64)
+    with torch.inference_mode():
+        hidden = runner.hidden(StepPlan(one, 0 * one, 9 * one, one > 0), {})
+    assert len(hidden) == 9 and runner.routing is None

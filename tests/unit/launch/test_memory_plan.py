@@ -224,6 +224,14 @@ def test_a_shared_gpu_is_divided_so_that_both_processes_fit(folders: dict[str, P
     assert tokens < memory_plan.MAX_TOKENS and divide(build_file(folders["4b"], larger)) is None
 
 
+def test_samples_longer_than_the_planned_micro_batches_are_named(folders: dict[str, Path]) -> None:
+    short = divide(build_file(folders["4b"], RECOMPUTED))
+    long = divide(build_file(folders["4b"], RECOMPUTED, inference={"max_model_len": 32768}))
+    assert short is not None and "may not fit" not in memory_plan.describe_choice(short)
+    assert long is not None and long.trainer.max_micro_batch_tokens < 32768
+    assert "tokens may not fit" in memory_plan.describe_choice(long)
+
+
 def test_settings_of_the_run_file_are_kept(folders: dict[str, Path]) -> None:
     numbers = RECOMPUTED | {"micro_batch_tokens": 2048}
     file = build_file(folders["4b"], numbers, inference={"gpu_memory_utilization": 0.25})
@@ -265,6 +273,15 @@ def test_a_run_that_does_not_fit_gets_settings_with_which_it_does(
     assert fix[0] == "trainer.activation_checkpointing=true"
     assert main([*words, *fix]) == 0
     assert "published copy" in capsys.readouterr().out
+
+
+def test_ranks_that_divide_the_tokens_hold_their_part(folders: dict[str, Path]) -> None:
+    def plan(context: int, tokens: int) -> dict[str, int]:
+        file = build_file(folders["2b"], RECOMPUTED | {"ranks": 4, "context_parallel": context})
+        size = MicroBatchSize(tokens, 4 * tokens, tokens)
+        return plan_rank(file, memory_plan.measure(file), size, 0, on_gpu=True)
+
+    assert plan(4, 65536) == plan(1, 16384)
 
 
 # --- the examples

@@ -46,6 +46,15 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "run.toml"
 
 
+class PlannedJob(ShortJob):
+    """A run on a GPU, whose memory is divided."""
+
+    def resolve(self, file: RunFile) -> RunFile:
+        planned = {"micro_batch_tokens": file.trainer.micro_batch_tokens or 2048}
+        trainer = file.trainer.model_copy(update=planned)
+        return super().resolve(file.model_copy(update={"trainer": trainer}))
+
+
 class RefusedJob(ShortJob):
     """A run for which the cluster has no room."""
 
@@ -91,6 +100,17 @@ def test_resumed_run_applies_or_refuses_changed_settings(file: Path) -> None:
     with pytest.raises(ResumeRefused, match=r"\[run\] seed was 0 and is now 4"):
         run(file, "run.steps=5", "run.seed=4")
     assert list_runs(file) == ["job-001"]
+
+
+def test_resumed_run_keeps_its_planned_micro_batches(file: Path) -> None:
+    for _ in range(2):
+        run_job(PlannedJob(plain=True, is_job=True), file, [], "7", None)
+    run(file)  # on another machine, which plans nothing
+    assert list_runs(file) == ["job-001"]
+    recorded = load_config(RunFile, file.parent / "runs/job-001/config.toml")
+    assert recorded.trainer.micro_batch_tokens == 2048
+    with pytest.raises(ResumeRefused, match="micro_batch_tokens was 2048 and is now 1024"):
+        run(file, "trainer.micro_batch_tokens=1024")
 
 
 def test_run_refused_before_start_leaves_no_files(file: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sightline.compute.lora_weights import write_merged
 from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
 from sightline.media.stored_file import open_blobs
@@ -213,3 +214,16 @@ def test_best_checkpoint_keeps_the_sources_expert_layout(tmp_path: Path) -> None
     assert any(before[n] != p.shape for n, p in model.named_parameters())
     parameters = dict(again.named_parameters())
     assert all(torch.equal(parameters[n], parameter) for n, parameter in model.named_parameters())
+
+
+def test_adapters_are_merged_in_the_precision_in_which_they_trained(tmp_path: Path) -> None:
+    weight, head = torch.randn(8, 8).bfloat16(), torch.randn(4, 8).bfloat16()
+    a, b = torch.randn(2, 8) * 1e-2, torch.randn(8, 2) * 1e-2
+    save_file({"x.weight": weight, "head.weight": head}, tmp_path / "base.safetensors")
+    save_file({"x.weight.lora_A": a, "x.weight.lora_B": b}, tmp_path / "version.safetensors")
+    paths = [tmp_path / "version.safetensors"], [tmp_path / "base.safetensors"]
+    adapter = Adapter("", "F32", {"x.weight": 2.0})
+    write_merged(paths[0], adapter, paths[1], tmp_path / "merged.safetensors")
+    merged = load_file(tmp_path / "merged.safetensors")
+    assert torch.equal(merged["x.weight"], weight.float() + 2.0 * (b @ a))
+    assert torch.equal(merged["head.weight"], head)

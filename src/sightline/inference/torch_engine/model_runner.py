@@ -62,7 +62,9 @@ class ModelRunner:
     def __post_init__(self) -> None:
         parameter = next(self.forward.model.parameters())
         self._device = parameter.device
-        self.routing: ExpertRouting | None = getattr(self.forward, "routing", None)
+        # Routes are stored in the KV cache's pages.
+        routing = getattr(self.forward, "routing", None) if self.keeps_kv else None
+        self.routing: ExpertRouting | None = routing
         self._banned = torch.tensor(self.banned, dtype=torch.long, device=self._device)
         is_cpu = self._device.type == "cpu"
         self._picks_kernels = is_cpu and platform.machine() == "aarch64" and not self.exact
