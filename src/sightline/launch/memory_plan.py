@@ -29,7 +29,9 @@ GIB = 1 << 30
 MAX_TOKENS, TOKEN_STEP = 16384, 1024
 """Largest planned micro-batch, and the step between sizes. Larger ones were not faster."""
 KV_SHARE = 0.25
-"""Fraction of the KV cache of `max_num_seqs` full sequences that a server needs at least."""
+KV_ENOUGH = 12 * 10**9
+"""A server needs at least this fraction of the KV cache of `max_num_seqs` full sequences, or these
+bytes if they are less and hold a full sequence."""
 SERVER_SHARE = 0.9
 """Fraction of a GPU without a trainer that a server uses."""
 RESERVE = 0.1
@@ -218,9 +220,11 @@ def plan_server(file: RunFile, model: ModelMemory, limit: int, on_gpu: bool) -> 
         items["work space"] = SPARE_BYTES
     if model.tower:
         items["feature cache"] = inference.feature_cache_mb * MIB
-    full = inference.max_num_seqs * inference.max_model_len * itemsize * model.cached // parts
+    sequence = inference.max_model_len * itemsize * model.cached // parts
+    full = inference.max_num_seqs * sequence
+    needed = min(int(KV_SHARE * full), max(KV_ENOUGH, sequence))
     left = limit - sum(items.values())
-    items["KV cache"] = max(int(KV_SHARE * full), min(full, left)) if on_gpu else full
+    items["KV cache"] = max(needed, min(full, left)) if on_gpu else full
     return items
 
 
