@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -139,6 +140,7 @@ def s3_server() -> Iterator[str]:
     """The endpoint of moto's S3 with a bucket, set in the environment as a user would."""
     pytest.importorskip("obstore")
     server_module = pytest.importorskip("moto.server")
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # not a line for each request
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

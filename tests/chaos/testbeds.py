@@ -40,6 +40,8 @@ class Disk:
 
     def __init__(self, home: Path, image: Path) -> None:
         self.home, self.image = home, image
+        self.inner: list[Disk] = []
+        """Disks that are mounted on folders of this one."""
 
     def mount(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
@@ -103,9 +105,11 @@ class Disk:
                                  check=True, capture_output=True, text=True).stdout  # fmt: skip
         Path("/sys/fs/ext4", Path(devices.strip()).name, "trigger_fs_error").write_text("1")
         yield
-        _call("umount", str(self.home))
+        for disk in (*self.inner, self):
+            _call("umount", str(disk.home))
         subprocess.run(["e2fsck", "-fy", str(self.image)], capture_output=True, check=False)
-        self._mount()
+        for disk in (self, *self.inner):
+            disk._mount()
 
     @contextmanager
     def locked(self, folder: Path) -> Iterator[None]:
@@ -136,6 +140,7 @@ class Testbed:
             copy = path.rename(path.with_name(f".{path.name}.copy"))
             disk.mount()
             self.stack.callback(disk.unmount)
+            self.disk.inner.append(disk)
             shutil.copytree(copy, path, dirs_exist_ok=True)
             shutil.rmtree(copy)
         run.ensure_running()
