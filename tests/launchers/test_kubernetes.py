@@ -80,9 +80,14 @@ def test_commands_of_the_manifests_form_a_run(
 
 
 def find_environ(job: dict[str, Any], secrets: dict[str, str]) -> dict[str, str]:
-    """The variables that a pod has from the cluster's secrets."""
-    (variables,) = job["spec"]["template"]["spec"]["containers"][0]["env"]
-    return {variables["name"]: secrets[variables["valueFrom"]["secretKeyRef"]["key"]]}
+    """The variables of a pod: values, and those from the cluster's secrets."""
+    variables = job["spec"]["template"]["spec"]["containers"][0]["env"]
+    return {
+        variable["name"]: secrets[variable["valueFrom"]["secretKeyRef"]["key"]]
+        if "valueFrom" in variable
+        else variable["value"]
+        for variable in variables
+    }
 
 
 def find_command(job: dict[str, Any], file: Path) -> list[str]:
