@@ -219,6 +219,10 @@ def read_chat_request(
     return request
 
 
+# msgspec analyzes a type when it first converts to it, and crashes if two threads do so at once.
+_ANALYZED = [msgspec.json.Decoder(kind) for kind in (ChatRequest, _Tools)]
+
+
 def _check_fields(fields: dict[str, Any], unsupported: Mapping[str, IsNeutral]) -> None:
     for name, value in fields.items():
         if value is None or name in _IGNORED:
