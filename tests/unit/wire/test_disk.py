@@ -196,8 +196,9 @@ def test_process_that_cannot_print_names_its_log(tiny_model: Path, tmp_path: Pat
     words = ["process", "server", str(tmp_path), "--server", "http://127.0.0.1:0"]
     with open("/dev/full", "wb") as log:
         command = [sys.executable, "-m", "sightline", *words]
-        assert subprocess.run(command, stdout=log, stderr=log).returncode == 1
-    error = Processes(run_dir).explain_exit("server", 1)
+        exit_code = subprocess.run(command, stdout=log, stderr=log).returncode
+    assert exit_code in (1, 120)  # 120 is Python's own where the last flush failed, too
+    error = Processes(run_dir).explain_exit("server", exit_code)
     assert f"cannot write {run_dir.logs / 'server.log'}: No space left" in error.problem
 
 
