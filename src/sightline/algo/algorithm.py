@@ -82,26 +82,31 @@ def _collect_rewards(rollouts: Sequence[Sequence[Sample]]) -> GroupRewards:
                 f"rollout {first.trace_id} has {num} turns, and its samples train turns {turns}",
                 "every turn trains in exactly one sample. This is a bug of the orchestrator",
             )
-        collected.append((first.reward, num, first.turn_rewards))
+        num_sampled = sum(len(sample.trained) for sample in samples)
+        collected.append((first.reward, num, first.turn_rewards, num_sampled))
     return build_group_rewards(collected, rollouts[0][0].env)
 
 
 def build_group_rewards(
-    rollouts: Sequence[tuple[float, int, Sequence[float] | None]], env: str
+    rollouts: Sequence[tuple[float, int, Sequence[float] | None, int]], env: str
 ) -> GroupRewards:
-    """Build the rewards of a group from each rollout's reward, turns and rewards per turn."""
-    rewards, num_turns, turn_rewards = zip(*rollouts, strict=True)
+    """Build a group from each rollout's reward, turns, rewards per turn and sampled tokens."""
+    rewards, num_turns, turn_rewards, num_sampled = zip(*rollouts, strict=True)
     return GroupRewards(
         np.array(rewards, dtype=np.float64),
         num_turns,
         tuple(None if row is None else np.array(row, dtype=np.float64) for row in turn_rewards),
         env,
+        num_sampled,
     )
 
 
 def get_group_rewards(traces: Sequence[Trace]) -> GroupRewards:
     """Return the rewards of traces, each of which must have one."""
-    rollouts = [(trace.reward or 0.0, len(trace.turns), trace.per_turn) for trace in traces]
+    rollouts = [
+        (trace.reward or 0.0, len(trace.turns), trace.per_turn, trace.num_sampled)
+        for trace in traces
+    ]
     return build_group_rewards(rollouts, traces[0].env)
 
 

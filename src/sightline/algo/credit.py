@@ -33,7 +33,12 @@ def no_std(rewards: Rewards) -> Advantages:
     return result
 
 
-ADVANTAGES = {"grpo": grpo, "no_std": no_std}
+def rloo(rewards: Rewards) -> Advantages:
+    """A = R - mean of the other rewards: leave-one-out, an unbiased baseline."""
+    return no_std(rewards) * len(rewards) / max(len(rewards) - 1, 1)
+
+
+ADVANTAGES = {"grpo": grpo, "no_std": no_std, "rloo": rloo}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,20 @@ class GroupRewards:
     """One reward per turn for each rollout; None if the environment gives none."""
     env: str = ""
     """The name of the environment, for errors."""
+    num_sampled: tuple[int, ...] = ()
+    """The number of tokens that the policy sampled in each rollout."""
+
+    def require_turn_rewards(self) -> list[np.ndarray]:
+        """Return each rollout's rewards per turn. Raise if the environment gives none."""
+        turn_rewards = []
+        for row in self.turn_rewards:
+            if row is None:
+                raise EnvironmentFailed(
+                    f"environment {self.env!r} gives no reward per turn",
+                    'return Outcome(..., per_turn=[...]), or set [algorithm] credit = "rollout"',
+                )
+            turn_rewards.append(np.asarray(row, dtype=np.float64))
+        return turn_rewards
 
 
 CreditFunction = Callable[[GroupRewards, AdvantageFunction], list[np.ndarray]]
@@ -64,14 +83,7 @@ def by_turn(group: GroupRewards, advantage: AdvantageFunction) -> list[np.ndarra
 
     A rollout that has ended takes no part in the comparison of later turns.
     """
-    rewards: list[np.ndarray] = []
-    for turn_rewards in group.turn_rewards:
-        if turn_rewards is None:
-            raise EnvironmentFailed(
-                f"environment {group.env!r} gives no reward per turn",
-                'return Outcome(..., per_turn=[...]), or set [algorithm] credit = "rollout"',
-            )
-        rewards.append(np.asarray(turn_rewards, dtype=np.float64))
+    rewards = group.require_turn_rewards()
     advantages = [np.zeros(num) for num in group.num_turns]
     for turn in range(max(map(len, rewards), default=0)):
         members = [i for i, row in enumerate(rewards) if len(row) > turn]
@@ -101,8 +113,9 @@ def by_samples(num_trained: Counts) -> Weights:
 
 
 def by_constant(num_trained: Counts, *, divisor: float = 1.0) -> Weights:
-    """w = 1 / divisor: a batch of longer answers has a larger loss (Dr. GRPO)."""
-    return np.full(len(num_trained), 1.0 / divisor)
+    """w = 1 / (samples x divisor): a longer answer has more weight (Dr. GRPO)."""
+    samples = max(int((num_trained > 0).sum()), 1)
+    return np.full(len(num_trained), 1.0 / (samples * divisor))
 
 
 AGGREGATIONS = {"tokens": by_tokens, "samples": by_samples, "constant": by_constant}

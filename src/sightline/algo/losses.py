@@ -57,10 +57,12 @@ class LossInputs:
         """r = pi / mu of each token, with its gradient."""
         return torch.exp(self.logprobs - self.sampler_logprobs)
 
-    def segment_ids(self, kind: Literal["turn", "rollout", "group"]) -> Int[Tensor, " tokens"]:
-        """Number the turn (in its rollout), the rollout or the group of each token, from 0."""
-        numbers = [origin.turn for origin in self.origins]
-        if kind != "turn":
+    def segment_ids(
+        self, kind: Literal["turn", "sample", "rollout", "group"]
+    ) -> Int[Tensor, " tokens"]:
+        """Number the turn (in its rollout), sample, rollout or group of each token, from 0."""
+        numbers = [o.turn if kind == "turn" else o.sample for o in self.origins]
+        if kind in ("rollout", "group"):
             names = [o.trace_id if kind == "rollout" else o.group_id for o in self.origins]
             places = {name: place for place, name in enumerate(dict.fromkeys(names))}
             numbers = [places[name] for name in names]
@@ -89,17 +91,54 @@ def ppo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -
 
 def cispo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossOutput:
     """-sg(clip(r, 1-low, 1+high)) A log pi: clipped tokens still have a gradient."""
-    return _weighted(inputs, 1 - clip_low, 1 + clip_high)
-
-
-def tis(inputs: LossInputs, *, ratio_cap: float = 2.0) -> LossOutput:
-    """-sg(min(r, C)) A log pi: importance sampling from mu, with its weights truncated at C."""
-    return _weighted(inputs, None, ratio_cap)
-
-
-def _weighted(inputs: LossInputs, low: float | None, high: float) -> LossOutput:
     r = inputs.importance_ratios().detach()
-    weight = torch.clamp(r, low, high)
+    return _weighted(inputs, r, torch.clamp(r, 1 - clip_low, 1 + clip_high))
+
+
+Level = Literal["token", "turn", "sample"]
+
+
+def tis(inputs: LossInputs, *, ratio_cap: float = 2.0, level: Level = "token") -> LossOutput:
+    """-sg(min(r, C)) A log pi: importance sampling from mu, with its weights truncated at C.
+
+    At level "turn" or "sample", r is the product of the ratios of the turn's or sample's tokens.
+    """
+    r = _ratios_at(inputs, level)
+    return _weighted(inputs, r, torch.clamp(r, max=ratio_cap))
+
+
+def mis(
+    inputs: LossInputs, *, low: float = 0.5, high: float = 2.0, level: Level = "token"
+) -> LossOutput:
+    """-sg(r if low <= r <= high else 0) A log pi: tokens far from the sampler do not train.
+
+    `level` is that of `tis`.
+    """
+    r = _ratios_at(inputs, level)
+    return _weighted(inputs, r, torch.where((low <= r) & (r <= high), r, 0.0))
+
+
+def _ratios_at(inputs: LossInputs, level: Level) -> PerToken:
+    """Return r without its gradient: each token's, or the product over its turn or sample."""
+    log_r = (inputs.logprobs - inputs.sampler_logprobs).detach()
+    if level == "token":
+        return torch.exp(log_r)
+    if level not in ("turn", "sample"):
+        raise ConfigError(
+            f'[algorithm] loss_args: level = {level!r} is not "token", "turn" or "sample"',
+            "choose one of the three",
+        )
+    ids = inputs.sequence_ids if level == "turn" else inputs.segment_ids("sample")
+    return torch.exp(_sum_by(ids, log_r))
+
+
+def _sum_by(ids: Int[Tensor, " tokens"], values: PerToken) -> PerToken:
+    """Return for each token the sum over all tokens with its id."""
+    # One slot per token is enough. Counting sequences would make the host wait for the device.
+    return torch.zeros_like(values).index_add(0, ids, values)[ids]
+
+
+def _weighted(inputs: LossInputs, r: PerToken, weight: PerToken) -> LossOutput:
     return LossOutput(-weight * inputs.advantages * inputs.logprobs, (weight != r).float())
 
 
@@ -111,12 +150,23 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     """
     ids = inputs.sequence_ids
     log_r = (inputs.logprobs - inputs.sampler_logprobs).detach()
-    # One slot per token is enough. Counting sequences would make the host wait for the device.
-    sums = torch.zeros_like(log_r).index_add(0, ids, log_r)
-    lengths = torch.zeros_like(log_r).index_add(0, ids, torch.ones_like(log_r))
-    log_s = (sums / lengths)[ids]
+    log_s = _sum_by(ids, log_r) / _sum_by(ids, torch.ones_like(log_r))
     s = torch.exp(log_s + inputs.logprobs - inputs.logprobs.detach())
     return _clipped(s, inputs.advantages, clip_low, clip_high)
+
+
+def sapo(
+    inputs: LossInputs, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
+) -> LossOutput:
+    """-(4 / T) sigmoid(T (r - 1)) A: a smooth gate in place of clipping, with T by the sign of A.
+
+    The gradient is largest at r = 1. Tokens count as clipped if the gate halves it.
+    """
+    a = inputs.advantages
+    t = torch.where(a > 0, temperature_positive, temperature_negative)
+    gate = torch.sigmoid(t * (inputs.importance_ratios() - 1))
+    halved = (4 * gate * (1 - gate) < 0.5).detach().float()
+    return LossOutput(-4 / t * gate * a, halved)
 
 
 def _clipped(ratios: PerToken, advantages: PerToken, low: float, high: float) -> LossOutput:
@@ -125,13 +175,25 @@ def _clipped(ratios: PerToken, advantages: PerToken, low: float, high: float) ->
     return LossOutput(-torch.minimum(plain, clipped), (clipped < plain).float())
 
 
-LOSSES: dict[str, LossFunction] = {"ppo": ppo, "cispo": cispo, "gspo": gspo, "tis": tis}
+LOSSES: dict[str, LossFunction] = {
+    "ppo": ppo, "cispo": cispo, "gspo": gspo, "sapo": sapo, "tis": tis, "mis": mis,
+}  # fmt: skip
 
 
 def exact_kl(log_p: Logits, log_q: Logits, banned: BannedIds) -> PerToken:
     """KL(p || q) over the whole vocabulary. Banned ids have no mass in either."""
     difference = mask_banned(log_p - log_q, banned, 0.0)
     return (log_p.exp() * difference).sum(-1)
+
+
+def estimate_kl(logprobs: PerToken, reference_logprobs: PerToken, name: str) -> PerToken:
+    """Estimate KL(pi || ref) from sampled tokens, with d = log ref - log pi.
+
+    k2 is d^2 / 2: biased, but its gradient is that of the KL. k3 is exp(d) - 1 - d: unbiased and
+    never negative. k1 = -d is no loss, since the mean of its gradient is 0.
+    """
+    d = reference_logprobs - logprobs
+    return d.square() / 2 if name == "k2" else torch.expm1(d) - d
 
 
 def entropy(log_p: Logits, banned: BannedIds) -> PerToken:

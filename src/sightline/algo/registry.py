@@ -70,7 +70,7 @@ def load_function(
         raise ConfigError(
             f"{setting} = {name!r} cannot be called with ({', '.join(parameters)}"
             f"{''.join(f', {key}=...' for key in args)}): {error}",
-            f"its signature is {name.rpartition(':')[2]}{signature}. See docs/algorithms.md",
+            f"its signature is {name.rpartition(':')[2]}{signature}. See docs/custom_algorithms.md",
         ) from error
     return (
         partial(function, **resolve_references(dict(args), f"{setting}_args")) if args else function
@@ -86,7 +86,7 @@ def try_function(setting: str, name: str, function: Callable[..., Any], *inputs:
     except Exception as error:
         raise ConfigError(
             f"{setting} = {name!r} failed on a small batch: {type(error).__name__}: {error}",
-            "call it on a small batch yourself, as docs/algorithms.md shows",
+            "call it on a small batch yourself, as docs/custom_algorithms.md shows",
         ) from error
 
 

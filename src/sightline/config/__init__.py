@@ -5,6 +5,7 @@ needs another's setting receives that section and keeps no copy. For an unknown 
 suggests the nearest known one. Only settings of type `Mutable` may change when a run resumes.
 """
 
+from sightline.config.algorithm_section import AlgorithmConfig
 from sightline.config.files import (
     AnyRun,
     RunFile,
@@ -23,7 +24,6 @@ from sightline.config.load import (
 from sightline.config.process_sections import InferenceConfig
 from sightline.config.section import get_section_class
 from sightline.config.sections import (
-    AlgorithmConfig,
     DataConfig,
     EnvConfig,
     FiltersConfig,

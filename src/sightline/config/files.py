@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 from pydantic import model_validator
 
 from sightline.config import sections
+from sightline.config.algorithm_section import AlgorithmConfig
 from sightline.config.process_sections import InferenceConfig, LaunchConfig
 from sightline.config.secret_refs import InvalidSetting
 from sightline.config.section import ConfigSection, get_section_class
@@ -31,7 +32,7 @@ class _TrainingFile(ConfigSection):
     model: sections.ModelConfig
     run: sections.RunConfig = sections.RunConfig()
     media: sections.MediaConfig = sections.MediaConfig()
-    algorithm: sections.AlgorithmConfig = sections.AlgorithmConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: sections.TrainerConfig = sections.TrainerConfig()
     lora: sections.LoraConfig = sections.LoraConfig()
 

@@ -205,7 +205,7 @@ class FiltersConfig(ConfigSection):
     min_logprob: float | None = None
     """Drop rollouts with a sampled token below this logprob. Unset turns the filter off."""
     custom: tuple[str, ...] = ()
-    """Your own filters, each as 'module:function' (docs/algorithms.md)."""
+    """Your own filters, each as 'module:function' (docs/custom_algorithms.md)."""
 
 
 class OrchestratorConfig(ConfigSection):
@@ -229,41 +229,6 @@ class OrchestratorConfig(ConfigSection):
     """End the run with an error after this many batches' worth of groups without signal."""
     keep_batches: Mutable[bool] = False
     """Whether to keep batches on disk after a checkpoint covers them, for `sightline inspect`."""
-
-
-class AlgorithmConfig(ConfigSection):
-    name: str = "grpo"
-    """Algorithm of `sightline rl`: grpo, or 'module:Class' for your own (docs/algorithms.md)."""
-    args: Keywords = {}
-    """Keyword arguments for your own algorithm."""
-    advantage: str = "grpo"
-    """Advantage function: grpo, no_std, or 'module:function' for your own."""
-    advantage_args: Keywords = {}
-    """Keyword arguments for the advantage function."""
-    credit: str = "rollout"
-    """How turns share the advantage: rollout (all the same), turn (by Outcome.per_turn), or
-    'module:function' for your own."""
-    loss: str = "ppo"
-    """Policy loss: ppo, cispo, gspo, tis, or 'module:function' for your own."""
-    loss_args: Keywords = {}
-    """Keyword arguments for the loss, such as clip_low, clip_high or ratio_cap."""
-    aggregation: str = "tokens"
-    """How token losses are averaged over a batch: tokens, samples, constant, or 'module:function'
-    for your own."""
-    aggregation_args: Keywords = {}
-    """Keyword arguments for the aggregation, such as the divisor of constant."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL penalty towards the starting checkpoint. 0 loads no reference model."""
-    entropy_coef: float = Field(0.0, ge=0)
-    """Coefficient of the entropy bonus. 0 adds none."""
-    measure_entropy: Mutable[bool] = True
-    """Whether to measure the policy's entropy, which takes one more pass over the logits."""
-    teacher: str = ""
-    """Checkpoint whose logprobs your own algorithm uses."""
-    epochs: int = Field(1, ge=1)
-    """Number of passes over each batch."""
-    minibatches: int = Field(1, ge=1)
-    """Number of parts that a batch is split into, with one update each. Groups are not split."""
 
 
 class TrainerConfig(ConfigSection):

@@ -101,6 +101,7 @@ class _MicroBatchBuilder:
                     turn=segment.turn,
                     trace_id=sample.trace_id,
                     group_id=sample.group_id,
+                    sample=len(self.paths) - 1,
                 )
             )
             self._num_trained = stop

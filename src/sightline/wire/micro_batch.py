@@ -30,6 +30,8 @@ class TokenOrigin(Segment, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     trace_id: str
     group_id: str = ""
+    sample: int = 0
+    """The sample's place in the micro-batch."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -73,7 +73,7 @@ def test_invalid_algorithm_is_refused_by_its_setting(theirs: ModuleType) -> None
     theirs.Short, theirs.Taught = Short, Taught  # type: ignore[attr-defined]
     theirs.function = lambda settings: None  # type: ignore[attr-defined]
     for name, problem in {
-        "ppo": "is not built in",
+        "pp": "is not built in",
         "theirs:function": "is not an Algorithm",
         "theirs:Short": "failed on a small batch: Misaligned",
         "theirs:Taught": "needs a teacher",

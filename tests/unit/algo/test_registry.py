@@ -41,7 +41,7 @@ def test_a_built_in_is_found_by_its_name_and_takes_its_arguments() -> None:
     inputs = LossInputs(*(torch.zeros(1),) * 3, torch.zeros(1, dtype=torch.long))
     for name in LOSSES:
         assert isinstance(load_loss(name)(inputs), LossOutput)
-    assert load_aggregation("constant", {"divisor": 4.0})(np.array([2, 3])).tolist() == [0.25] * 2
+    assert load_aggregation("constant", {"divisor": 4.0})(np.array([2, 3])).tolist() == [0.125] * 2
 
 
 @pytest.mark.parametrize("kind", ["loss", "advantage", "credit", "aggregation"])
@@ -118,6 +118,6 @@ def test_token_weights_match_hand_computed_values() -> None:
     counts = np.array([3, 0, 5])
     assert by_tokens(counts).tolist() == [1 / 8] * 3
     assert by_samples(counts)[[0, 2]].tolist() == [1 / (2 * 3), 1 / (2 * 5)]
-    assert by_constant(counts, divisor=7.0).tolist() == [1 / 7] * 3
+    assert by_constant(counts, divisor=7.0).tolist() == [1 / (2 * 7)] * 3
     assert (by_tokens(counts) * counts).sum() == pytest.approx(1.0)
     assert (by_samples(counts) * counts).sum() == pytest.approx(1.0)

@@ -10,7 +10,8 @@ import pytest
 
 from sightline.algo.algorithms import GRPO
 from sightline.algo.verdicts import GroupJudge, GroupVerdict
-from sightline.config.sections import AlgorithmConfig, OrchestratorConfig
+from sightline.config import AlgorithmConfig
+from sightline.config.sections import OrchestratorConfig
 from sightline.errors import DiskFull, MediaError, NoTrainableSamples
 from sightline.media.stored_file import open_blobs
 from sightline.message import assistant, user

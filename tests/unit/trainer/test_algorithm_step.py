@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sightline.algo.algorithm import Algorithm, AlgorithmLoss, RolloutBatch
+from sightline.algo.algorithms import load_algorithm
 from sightline.algo.losses import LossInputs
 from sightline.algo.needs import Needs
 from sightline.compute.weights import check_parameters
@@ -276,6 +277,38 @@ def test_a_teacher_of_another_family_is_refused(
     student = Student(AlgorithmConfig(teacher=str(tmp_path / "teacher")))
     with pytest.raises(ConfigError, match=r"\[algorithm\] teacher"):
         build(tiny_model, store, student)
+
+
+def test_ppo_learns_the_values_of_a_batch(tiny_model: Path, store: MediaStore) -> None:
+    algorithm = load_algorithm(AlgorithmConfig(name="ppo", args={"level": "turn"}))
+    learner = build(tiny_model, store, algorithm, lr=1e-2)
+    samples = without_advantages(making.samples(tiny_model, store, count=4, seed=3))
+    errors = [
+        learner.step(prepare(learner, store, samples)).metrics["value_loss"] for _ in range(6)
+    ]
+    assert errors[-1] < 0.5 * errors[0]
+
+
+def test_distillation_moves_the_student_towards_its_teacher(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    write_tiny("qwen_vl", tmp_path / "teacher", seed=7)
+    settings = AlgorithmConfig(
+        name="distill", loss="tis", teacher=str(tmp_path / "teacher"), measure_entropy=False
+    )
+    learner = build(tiny_model, store, load_algorithm(settings), lr=1e-3)
+    samples = without_advantages(making.samples(tiny_model, store, count=4, seed=3))
+    ready = prepare(learner, store, samples)
+    teacher = build(tmp_path / "teacher", store, making.algorithm())
+    logprobs = [teacher.score(m).tolist() for m in ready.with_pixels().micro_batches]
+    before = [learner.score(m).tolist() for m in ready.with_pixels().micro_batches]
+    learner.step(ready)
+    after = [learner.score(m).tolist() for m in ready.with_pixels().micro_batches]
+    sampled = np.concatenate([m.batch.logprobs.numpy() for m in ready.micro_batches])
+    ratios = np.minimum(np.exp(np.concatenate(before) - sampled), 2.0)
+    moved = np.concatenate(after) - np.concatenate(before)
+    advantages = np.concatenate(logprobs) - sampled
+    assert (ratios * advantages * moved).sum() > 0.1 * np.linalg.norm(moved)
 
 
 class Inspecting(Critic):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import making
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -62,8 +63,12 @@ def test_batches_and_steps_follow_the_run_file(tiny_model: Path, run_dir: RunDir
     assert ready.bad == {"PixelsUnproven": 1}, "nothing shows what the sampler saw"
     packs = [micro_batch.batch for micro_batch in ready.micro_batches]
     assert ready.truncated and max(int(p.positions.numpy().max()) for p in packs) < 40
-    weights = {float(weight) for pack in packs for weight in pack.loss_weight.numpy()}
-    assert list(weights) == [pytest.approx(1 / DIVISOR)]
+    for places in ready.minibatches:
+        parts_of_update = [packs[at] for at in places]
+        num_samples = len({o.trace_id for pack in parts_of_update for o in pack.origins})
+        for pack in parts_of_update:
+            weights = pack.loss_weight.numpy()
+            np.testing.assert_allclose(weights, 1 / (num_samples * DIVISOR), rtol=1e-6)
     # The first update of Adam moves every weight with a gradient by the learning rate.
     learner = parts.learner
     before = {name: p.detach().clone() for name, p in learner.forward.model.named_parameters()}

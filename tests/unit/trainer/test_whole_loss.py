@@ -192,7 +192,7 @@ def test_other_averages_match_plain_loops(
     store, plain = drawn
     want = 0.0
     for naive in plain:
-        weight = 1 / 7.0 if by == "constant" else 1 / (len(plain) * len(naive.logprobs))
+        weight = 1 / (len(plain) * (7.0 if by == "constant" else len(naive.logprobs)))
         policy = naive_losses(naive, "ppo")
         want += weight * sum(p + KL_WEIGHT * k for p, k in zip(policy, naive.kl, strict=True))
     args = {"divisor": 7.0} if by == "constant" else {}

@@ -1,0 +1,70 @@
+"""The `[algorithm]` section, and the settings that an algorithm's name stands for."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from sightline.config.section import ConfigSection, Keywords, Mutable
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "dr_grpo": {
+        "advantage": "no_std",
+        "aggregation": "constant",
+        "aggregation_args": {"divisor": 1024.0},
+    },
+    "rloo": {"advantage": "rloo", "loss": "tis"},
+    "gspo": {"loss": "gspo", "aggregation": "samples"},
+    "cispo": {"loss": "cispo"},
+    "sapo": {"loss": "sapo", "aggregation": "samples"},
+}
+"""Defaults by `[algorithm] name`. These algorithms are GRPO with other parts."""
+
+
+class AlgorithmConfig(ConfigSection):
+    name: str = "grpo"
+    """Algorithm of `sightline rl`: grpo, dr_grpo, dapo, rloo, reinforce++, ppo, gspo, cispo, sapo,
+    distill, or 'module:Class' for your own (docs/algorithms.md). Some names change the defaults of
+    the settings below."""
+    args: Keywords = {}
+    """Keyword arguments for the algorithm, such as gae_lambda of ppo."""
+    advantage: str = "grpo"
+    """Advantage function: grpo, no_std, rloo, or 'module:function' for your own."""
+    advantage_args: Keywords = {}
+    """Keyword arguments for the advantage function."""
+    credit: str = "rollout"
+    """How turns share the advantage: rollout (all the same), turn (by Outcome.per_turn), or
+    'module:function' for your own."""
+    loss: str = "ppo"
+    """Policy loss: ppo, cispo, gspo, sapo, tis, mis, or 'module:function' for your own."""
+    loss_args: Keywords = {}
+    """Keyword arguments for the loss, such as clip_low, clip_high or ratio_cap."""
+    aggregation: str = "tokens"
+    """How token losses are averaged over a batch: tokens, samples, constant, or 'module:function'
+    for your own."""
+    aggregation_args: Keywords = {}
+    """Keyword arguments for the aggregation, such as the divisor of constant."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Coefficient of the KL penalty towards the starting checkpoint. 0 loads no reference model."""
+    kl_estimator: Literal["exact", "k2", "k3"] = "exact"
+    """How the KL penalty is computed: exact (a sum over the vocabulary), or k2 or k3 (estimates
+    from the sampled token)."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Coefficient of the entropy bonus. 0 adds none."""
+    measure_entropy: Mutable[bool] = True
+    """Whether to measure the policy's entropy, which takes one more pass over the logits."""
+    teacher: str = ""
+    """Checkpoint whose logprobs distill, or your own algorithm, uses."""
+    epochs: int = Field(1, ge=1)
+    """Number of passes over each batch."""
+    minibatches: int = Field(1, ge=1)
+    """Number of parts that a batch is split into, with one update each. Groups are not split."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, values: Any) -> Any:
+        """Fill in the settings that the algorithm's name stands for. Explicit settings win."""
+        if not isinstance(values, dict) or not isinstance(name := values.get("name"), str):
+            return values
+        return {**PRESETS.get(name, {}), **values}
