@@ -207,6 +207,18 @@ def mismatch_kl(logprobs: PerToken, sampler_logprobs: PerToken) -> PerToken:
     return torch.expm1(log_r) - log_r
 
 
+class LinearValues(torch.nn.Linear):
+    """A value head: one linear layer, which starts at 0."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1)
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Float[Tensor, "tokens hidden"]) -> PerToken:
+        return super().forward(hidden).squeeze(-1)
+
+
 def load_loss(name: str, args: Mapping[str, Any] | None = None) -> LossFunction:
     """Load a run's policy loss. One from outside the package is tried on a few tokens first."""
     setting = "[algorithm] loss"

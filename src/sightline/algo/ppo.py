@@ -52,12 +52,9 @@ class PPO(PolicyGradient):
         self.needs = self.needs._replace(values=True)
 
     def build_value_head(self, hidden_size: int) -> Any:
-        import torch
+        from sightline.algo.losses import LinearValues
 
-        head = torch.nn.Linear(hidden_size, 1)
-        torch.nn.init.zeros_(head.weight)
-        torch.nn.init.zeros_(head.bias)
-        return torch.nn.Sequential(head, torch.nn.Flatten(0))
+        return LinearValues(hidden_size)
 
     def advantages(self, batch: RolloutBatch) -> list[np.ndarray]:
         assert batch.values is not None  # as `needs` declare
@@ -118,14 +115,12 @@ class PPO(PolicyGradient):
         return advantages[::-1]
 
     def loss(self, tokens: LossInputs) -> AlgorithmLoss:
-        import torch
-
         token_loss, metrics = super().loss(tokens)
         assert tokens.values is not None and tokens.old_values is not None
         error = (tokens.values - (tokens.advantages + tokens.old_values)).square()
         if self.by_turn:  # only a turn's first token has a value to learn
-            is_first = torch.ones_like(error)
-            is_first[1:] = (tokens.sequence_ids[1:] != tokens.sequence_ids[:-1]).float()
+            ids = tokens.sequence_ids
+            is_first = ids.diff(prepend=ids[:1] - 1) != 0
             error = error * is_first
         token_loss = token_loss + self.value_coef * error
         return AlgorithmLoss(token_loss, {**metrics, "value_loss": error})
