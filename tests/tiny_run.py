@@ -58,7 +58,7 @@ def write_run(path: Path, model: str = "") -> RunDir:
         samples = [sample for trace in scored for sample in flatten(trace, lambda node: 1.0)]
         ids = {"train": [trace.id for trace in scored]}
         announced.append(
-            run_state.write_step(Batch(step, samples), traces, ids, 2 * step, [2 * step])
+            run_state.write_step(Batch(step, samples), traces, ids, 2 * step, {2 * step: 2 * step})
         )
     ledger = Ledger(run_dir.ledger, 0)
     for ready in announced[:TRAINED]:

@@ -213,6 +213,11 @@ class OrchestratorConfig(ConfigSection):
     """Number of groups that train in one step."""
     group_size: int = Field(8, ge=2)
     """Number of rollouts per task. Their rewards are compared with each other."""
+    task_order: str = "sequential"
+    """Order of the tasks: sequential, difficulty, or 'module:function' for your own
+    (docs/task_order.md)."""
+    task_order_args: Keywords = {}
+    """Keyword arguments for the task order, such as num_tasks of difficulty."""
     max_lag: int = Field(1, ge=0)
     """Maximum staleness: policy versions between sampling and training. 0 is on-policy and waits
     for every update."""

@@ -24,6 +24,7 @@ from sightline.orchestrator.rollout_scheduler import (
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_pool import ServerPool
 from sightline.orchestrator.step_metrics import StepMetrics
+from sightline.orchestrator.task_order import TaskOrder, load_task_order
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
@@ -89,13 +90,21 @@ def build(
     blobs = open_blobs(store.root, config.media.read_token(for_control=True))
     owns_servers = not config.inference.servers
     policies = PublishedPolicies(run_dir.read_id(), run_dir.weights, owns_servers)
+    progress = run_state.progress
+    task_order = TaskOrder(
+        load_task_order(settings),
+        config.run.seed,
+        progress.tasks,
+        lambda: progress.step / config.run.steps,
+    )
     rollouts = RolloutScheduler(
         RolloutDispatcher(send, workers, config.rollout.max_in_flight),
         group_size=settings.group_size,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
-        next_group=run_state.progress.next_group,
-        unjudged_groups=list(run_state.progress.open_groups),
+        next_group=progress.next_group,
+        unjudged_groups={g: progress.open_tasks.get(g, g) for g in progress.open_groups},
+        choose_task=task_order.choose,
         check_trace=policies.check_trace,
     )
     policy = PolicyUpdater(events, [servers.adopt], run_dir.weights, blobs, servers.first_version)
@@ -130,6 +139,7 @@ def build(
             filters=load_filters(config.filters),
             keep_truncated=config.rollout.keep_truncated,
         ),
+        task_order=task_order,
         run_state=run_state,
         observer=observer,
         evaluator=evaluator,

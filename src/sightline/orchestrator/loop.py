@@ -36,6 +36,7 @@ from sightline.orchestrator.policies import PolicyUpdater, PublishedPolicies
 from sightline.orchestrator.rollout_scheduler import Group, RolloutScheduler
 from sightline.orchestrator.run_state import RunState, is_bad_media
 from sightline.orchestrator.step_metrics import StepCollection, StepMetrics
+from sightline.orchestrator.task_order import TaskOrder
 from sightline.wire.control import BatchReady, PublishedWeights
 from sightline.wire.sample import Batch
 
@@ -48,6 +49,7 @@ class Orchestrator:
     policy: PolicyUpdater
     policies: PublishedPolicies
     judge: GroupJudge
+    task_order: TaskOrder
     run_state: RunState
     observer: StepMetrics
     """Records metrics. It never blocks the loop and never fails the run."""
@@ -137,6 +139,8 @@ class Orchestrator:
                 self.check_room()  # a resumed run plays groups again that a full disk broke
             verdict = self.judge.judge(group.traces, step)
             self.observer.on_group(step, verdict)
+            if verdict.fills_place and self.task_order.add(group.task, group.rewards):
+                self.observer.on_task_set_aside(step, group)
             collection.add(group, verdict, max_resampled)
             self._check_dropped(step, collection, verdict)
             if collection.num_groups >= settings.groups_per_step and not collection.has_signal:

@@ -22,7 +22,9 @@ class Group:
     """The rollouts of one task."""
 
     index: int
-    """The group's number, and the index of its task."""
+    """The group's number."""
+    task: int
+    """The index of its task."""
     traces: list[Trace] = field(default_factory=list)
     """Finished or broken rollouts. A broken one has an error."""
 
@@ -44,8 +46,11 @@ class RolloutScheduler:
     temperature: float
     seed: int
     next_group: int = 0
-    unjudged_groups: list[int] = field(default_factory=list)
-    """Groups that the resumed run had started but not finished. They are played first."""
+    unjudged_groups: dict[int, int] = field(default_factory=dict)
+    """Groups that the resumed run had started but not finished, with their tasks. They are played
+    first."""
+    choose_task: Callable[[int], int] = lambda group: group
+    """Returns the task of a new group."""
     check_trace: Callable[[Trace], None] = lambda trace: None
     """Checks each trace, and raises if it must end the run."""
 
@@ -65,19 +70,20 @@ class RolloutScheduler:
         return len(self._open) + len(self._finished)
 
     @property
-    def open_groups(self) -> list[int]:
-        """Groups that were started but have no verdicts."""
-        started = [group.index for group in (*self._open.values(), *self._finished)]
-        return sorted(started + self.unjudged_groups)
+    def open_groups(self) -> dict[int, int]:
+        """Groups that were started but have no verdicts, with their tasks."""
+        started = {group.index: group.task for group in (*self._open.values(), *self._finished)}
+        return dict(sorted((started | self.unjudged_groups).items()))
 
     async def start_groups(self, num_groups: int, min_version: int = 0) -> None:
         """Start groups, to be sampled by `min_version` or newer."""
         for _ in range(num_groups):
             if self.unjudged_groups:
-                index = self.unjudged_groups.pop(0)
+                index = next(iter(self.unjudged_groups))
+                group = Group(index, self.unjudged_groups.pop(index))
             else:
-                index, self.next_group = self.next_group, self.next_group + 1
-            group = Group(index)
+                group = Group(self.next_group, self.choose_task(self.next_group))
+                self.next_group += 1
             self._open[group.id] = group
             for i in range(self.group_size):
                 name = f"{group.id}.{i}"
@@ -85,7 +91,7 @@ class RolloutScheduler:
                     RolloutRequest(
                         rollout_id=name,
                         group_id=group.id,
-                        task=index,
+                        task=group.task,
                         split="train",
                         seed=derive_seed(self.seed, name),
                         temperature=self.temperature,

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from sightline.errors import ResumeRefused
+from sightline.orchestrator.task_order import TaskRecord
 from sightline.regular_file import read_bytes
 from sightline.run import RunDir
 from sightline.trace import Trace, encode_traces
@@ -42,6 +43,10 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     next_group: int = 0
     open_groups: list[int] = []
     """Groups that were started but have no verdicts at `step`. A resumed run plays them again."""
+    open_tasks: dict[int, int] = {}
+    """The tasks of open groups, unless a group's task is its number."""
+    tasks: dict[int, TaskRecord] = {}
+    """The rewards of each task, if `[orchestrator] task_order` depends on them."""
     verdicts: dict[str, int] = {}
     images_shown: int = 0
     tokens_sampled: int = 0
@@ -145,7 +150,7 @@ class RunState:
         traces: list[Trace],
         ids_by_verdict: Mapping[str, Sequence[str]],
         next_group: int,
-        open_groups: list[int],
+        open_groups: Mapping[int, int],
     ) -> BatchReady:
         """Update the totals, write the step to disk, and return its announcement."""
         played, data = encode_traces(traces), batch.to_bytes()
@@ -160,7 +165,8 @@ class RunState:
         self.progress.step = batch.step
         digest = self.progress.batches[str(batch.step)] = digest_batch(data)
         self.progress.next_group = next_group
-        self.progress.open_groups = open_groups
+        self.progress.open_groups = list(open_groups)
+        self.progress.open_tasks = {g: task for g, task in open_groups.items() if g != task}
         self.save()
         return BatchReady(batch.step, digest, data)
 

@@ -113,6 +113,15 @@ class StepMetrics:
                     detail=describe_failure(trace)[-2000:],
                 )
 
+    def on_task_set_aside(self, step: int, group: Group) -> None:
+        progress = self.run_state.progress
+        self.events.write(
+            "process",
+            step,
+            words=f"task {group.task} is set aside: all rollouts of its groups had the reward "
+            f"{progress.tasks[group.task].reward:.3g}",
+        )
+
     def on_step(self, step: int, collection: StepCollection) -> None:
         began, self._began = self._began, time.monotonic()
         seconds = self._began - began
@@ -142,6 +151,7 @@ class StepMetrics:
             groups=collection.num_groups,
             no_signal_rate=collection.num_without_signal / max(collection.num_judged, 1),
             groups_replaced=collection.num_resampled,
+            tasks_set_aside=sum(t.is_set_aside for t in self.run_state.progress.tasks.values()),
             truncated=played.num_truncated,
             truncated_rate=played.num_truncated / num_played,
             broken=len(broken),

@@ -17,6 +17,7 @@ from sightline.orchestrator.build import build, build_servers
 from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.step_metrics import StepCollection
+from sightline.orchestrator.task_order import TaskRecord
 from sightline.rollout.evaluation import derive_seed
 from sightline.run import EventLog, RunDir
 from sightline.trace import Node, PolicySpan, Trace, encode_trace
@@ -48,6 +49,7 @@ class Run:
         self.run_state = RunState.open(run_dir)
         progress = self.run_state.progress
         progress.step, progress.next_group, progress.open_groups = 2, NEXT_GROUP, OPEN_GROUPS
+        progress.open_tasks = {5: 77}
         config = RunFile.model_validate(values | sections)
         self.store = MediaStore(run_dir.media)
         events = EventLog(run_dir.metrics, "orchestrator")
@@ -90,13 +92,23 @@ def test_rollouts_are_requested_as_the_run_file_and_its_progress_say(run: Run) -
         rollouts = run.orchestrator.rollouts
         assert rollouts.dispatcher.num_in_flight == 3 and rollouts.dispatcher.num_waiting == 1
         await rollouts.start_groups(1)
-        assert rollouts.open_groups == [*OPEN_GROUPS, NEXT_GROUP], "interrupted ones first"
+        assert list(rollouts.open_groups) == [*OPEN_GROUPS, NEXT_GROUP], "interrupted ones first"
 
     asyncio.run(start())
     assert [request.rollout_id for request in run.played] == ["g2.0", "g2.1", "g5.0"]
     for request in run.played:
         assert request.temperature == 0.7 and request.min_version == 2
         assert request.seed == derive_seed(SEED, request.rollout_id)
+    assert [request.task for request in run.played] == [2, 2, 77]
+
+
+def test_tasks_are_chosen_as_the_run_file_and_its_progress_say(tmp_path: Path) -> None:
+    args = {"num_tasks": 1000, "new_fraction": 0.0}
+    sections = {"orchestrator": {"task_order": "difficulty", "task_order_args": args}}
+    run = Run(tmp_path / "run", **sections)
+    run.run_state.progress.tasks[400] = TaskRecord(4, 4, 0.5, 0.5)
+    assert [run.orchestrator.rollouts.choose_task(group) for group in range(3)] == [400] * 3
+    assert run.orchestrator.task_order.records is run.run_state.progress.tasks
 
 
 def test_held_out_tasks_are_played_at_their_own_temperature(run: Run) -> None:

@@ -21,6 +21,7 @@ from sightline.orchestrator.policies import PolicyUpdater, PublishedPolicies
 from sightline.orchestrator.rollout_scheduler import RolloutDispatcher, RolloutScheduler
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.step_metrics import StepCollection
+from sightline.orchestrator.task_order import TaskOrder, sequential
 from sightline.run import EventLog, RunDir
 from sightline.trace import Node, PolicySpan, Trace, encode_trace
 from sightline.trace.node import float32_array, int32_array
@@ -56,10 +57,11 @@ class World:
         self.policy = PolicyUpdater(
             events, [self.adopt], run_dir.weights, open_blobs(run_dir.media)
         )
+        self.task_order = TaskOrder(sequential, 0, {}, lambda: 0.0)
         self.rollouts = RolloutScheduler(
             RolloutDispatcher(self.send, ["w"]), group_size=2, temperature=1.0, seed=0,
             next_group=self.run_state.progress.next_group,
-            unjudged_groups=list(self.run_state.progress.open_groups),
+            unjudged_groups={g: g for g in self.run_state.progress.open_groups},
         )  # fmt: skip
 
     def build(self, **changes: int) -> Orchestrator:
@@ -69,6 +71,7 @@ class World:
             policy=self.policy,
             policies=PublishedPolicies("", self.run_dir.weights, owns_servers=True),
             judge=GroupJudge(self.max_lag, GRPO(AlgorithmConfig(kl_coef=0.1 * self.keeps_all)), []),
+            task_order=self.task_order,
             run_state=self.run_state,
             observer=self,
             evaluator=Evaluator(self.rollouts, self.run_state, events, self.run_dir, 0, 1.0),
@@ -295,6 +298,22 @@ def test_open_groups_are_played_again_after_a_restart(run_dir: RunDir) -> None:
     assert first == progress.open_groups
     trained = {p.group_id for p in world.played} | {p.group_id for p in again.played}
     assert trained == {f"g{i}" for i in range(len(trained))}, "no task is skipped"
+
+
+def test_rewards_of_tasks_are_recorded_and_resumed_with_the_tasks_of_open_groups(
+    run_dir: RunDir,
+) -> None:
+    world = World(run_dir, max_lag=2, train_after=20)
+    records = world.run_state.progress.tasks
+    world.task_order = TaskOrder(lambda group, *_: 100 + group % 4, 0, records, lambda: 0.0)
+    world.rollouts.choose_task = world.task_order.choose
+    play(world, range(1, 3))
+    progress = RunState.open(run_dir).progress
+    assert sum(record.groups for record in progress.tasks.values()) == 6
+    assert {record.reward for record in progress.tasks.values()} == {0.5}
+    assert set(progress.tasks) <= {100, 101, 102, 103}
+    assert progress.open_tasks == {group: 100 + group % 4 for group in progress.open_groups}
+    assert {p.task for p in world.played} == {100, 101, 102, 103}
 
 
 def test_unannounced_batch_is_rebuilt(run_dir: RunDir) -> None:

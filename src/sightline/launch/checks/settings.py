@@ -15,6 +15,7 @@ from sightline.errors import ConfigError
 from sightline.launch.processes import num_cores, reserve_port, split_threads
 from sightline.launch.run_plan import find_resources, list_names, list_placed
 from sightline.media.open import OBJECT_STORES
+from sightline.orchestrator.task_order import load_task_order
 from sightline.rollout.engines import load_engine
 from sightline.run.machine import has_gpu
 from sightline.view.sinks import check_sinks
@@ -58,6 +59,7 @@ def check_algorithm(config: RunFile) -> None:
     settings, groups = config.algorithm, config.orchestrator.groups_per_step
     algorithm = load_algorithm(settings)
     load_filters(config.filters)
+    load_task_order(config.orchestrator)
     load_aggregation(settings.aggregation, settings.aggregation_args)
     if groups < settings.minibatches:
         raise ConfigError(

@@ -1,0 +1,130 @@
+"""The order of tasks: by number, by difficulty, or by a function of your own.
+
+Each task keeps a record of its groups' rewards, which is saved with the run's progress.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, pstdev
+
+import msgspec
+
+from sightline.algo.registry import load_function, try_function
+from sightline.config.sections import OrchestratorConfig
+from sightline.errors import ConfigError
+from sightline.rollout.evaluation import derive_seed
+
+SETTING = "[orchestrator] task_order"
+NEWEST_WEIGHT = 0.5
+"""Weight of the newest group in a task's averages."""
+EQUAL = 1e-9
+SET_ASIDE_AFTER = 3
+"""A task is set aside after this many groups, if none of them had unequal rewards."""
+MIN_SPREAD = 0.02
+"""Lower bound of a played task's weight, so that solved tasks are played again now and then."""
+
+
+class TaskRecord(msgspec.Struct, array_like=True):
+    """The rewards that a task's groups had so far."""
+
+    groups: int = 0
+    with_signal: int = 0
+    """Number of groups with unequal rewards."""
+    reward: float = 0.0
+    """Moving average of the groups' mean rewards: the success rate, if rewards are 0 or 1."""
+    spread: float = 0.0
+    """Moving average of the standard deviation in a group."""
+
+    @property
+    def is_set_aside(self) -> bool:
+        return self.groups >= SET_ASIDE_AFTER and not self.with_signal
+
+    def add(self, rewards: Sequence[float]) -> None:
+        spread = pstdev(rewards)
+        weight = NEWEST_WEIGHT if self.groups else 1.0
+        self.groups += 1
+        self.with_signal += spread > EQUAL
+        self.reward += weight * (fmean(rewards) - self.reward)
+        self.spread += weight * (spread - self.spread)
+
+
+TaskFunction = Callable[[int, float, Mapping[int, TaskRecord], random.Random], int]
+
+
+def sequential(
+    group: int, progress: float, records: Mapping[int, TaskRecord], rng: random.Random
+) -> int:
+    """Play the tasks by their numbers."""
+    return group
+
+
+def difficulty(
+    group: int,
+    progress: float,
+    records: Mapping[int, TaskRecord],
+    rng: random.Random,
+    *,
+    num_tasks: int,
+    new_fraction: float = 0.5,
+) -> int:
+    """Prefer tasks whose rewards differ most: neither solved nor out of reach.
+
+    While there are new tasks, they get `new_fraction` of the groups. The others are drawn with
+    weights that grow with the spread of their rewards. Tasks that are set aside are not drawn.
+    """
+    tasks = [task for task, record in records.items() if not record.is_set_aside]
+    if len(records) < num_tasks and (not tasks or rng.random() < new_fraction):
+        # A full period: `first + k step` meets every task once.
+        start = rng.randrange(num_tasks)
+        return next(t for k in range(num_tasks) if (t := (start + k) % num_tasks) not in records)
+    tasks = tasks or list(records)  # all were set aside: they get another chance
+    weights = [max(records[task].spread, MIN_SPREAD) for task in tasks]
+    return rng.choices(tasks, weights)[0]
+
+
+TASK_ORDERS: dict[str, Callable[..., int]] = {"sequential": sequential, "difficulty": difficulty}
+
+
+def load_task_order(settings: OrchestratorConfig) -> TaskFunction:
+    """Load a run's task order. One from outside the package is tried first."""
+    name, args = settings.task_order, settings.task_order_args
+    function = load_function(
+        SETTING, name, TASK_ORDERS, args, ("group", "progress", "records", "rng")
+    )
+    for records in ({}, {0: TaskRecord(4, 2, 0.5, 0.5)}):
+        task = try_function(SETTING, name, function, 7, 0.5, records, random.Random(0))
+        if not isinstance(task, int) or task < 0:
+            raise ConfigError(f"{SETTING} = {name!r} returned {task!r}", "return a task's number")
+    return function
+
+
+class TaskOrder:
+    """Chooses the task of each group, and records their rewards."""
+
+    def __init__(
+        self,
+        function: TaskFunction,
+        seed: int,
+        records: dict[int, TaskRecord],
+        get_progress: Callable[[], float],
+    ) -> None:
+        self._choose, self._seed, self._get_progress = function, seed, get_progress
+        self.records = records
+
+    def choose(self, group: int) -> int:
+        rng = random.Random(derive_seed(self._seed, f"task of g{group}"))
+        return self._choose(group, self._get_progress(), self.records, rng)
+
+    def add(self, task: int, rewards: Sequence[float]) -> bool:
+        """Record a group's rewards. Return whether its task is now set aside.
+
+        The sequential order needs no records: it may play any number of tasks.
+        """
+        if self._choose is sequential or not rewards:
+            return False
+        record = self.records.setdefault(task, TaskRecord())
+        was_set_aside = record.is_set_aside
+        record.add(rewards)
+        return record.is_set_aside and not was_set_aside
