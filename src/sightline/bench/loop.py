@@ -15,6 +15,7 @@ import msgspec
 
 from sightline import config as config_module
 from sightline.bench.harness.loop_account import OTHER, LoopAccount, account_loop
+from sightline.bench.harness.loop_bound import LoopBound, bound_loop
 from sightline.bench.harness.screenshots import SCREENSHOTS, Screenshots
 from sightline.bench.harness.workspace import (
     add_options,
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Plays `sightline rl` on one device, with rollouts that show a drawn page every turn. "
         "Prints tokens a second, every step's seconds, and for each process what it did or for "
-        "whom it waited; steps of the warm-up are left out of that."
+        "whom it waited, and the least time that the device needs for this work; steps of the "
+        "warm-up are left out of that."
     )
     add_options(
         parser, "model", "size", "device", "dtype", "dir",
@@ -83,6 +85,7 @@ def measure_loop(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     run_sightline("rl", folder / "loop.toml", config_module.dump_toml(file), "--plain")
     ended, run_dir = time.time(), RunDir(folder / "loop-001")
     account = account_loop(run_dir, args.steps, args.warmup)
+    bound = bound_loop(run_dir, account, args.warmup)
     return {
         "device": pick_device(args.device),
         "dtype": file.model.dtype,
@@ -92,6 +95,7 @@ def measure_loop(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         **asdict(account),
         "start_s": account.began - began,
         "end_s": ended - account.ended,
+        "bound": None if bound is None else asdict(bound),
     }
 
 
@@ -148,6 +152,14 @@ def show(found: dict[str, Any]) -> None:
         lines.append(
             f"from an optimizer step to its version in use: {account.in_use_s:.3f} s, of which the "
             f"server takes {account.adopt_s:.3f} s"
+        )
+    if found["bound"] is not None:
+        bound = LoopBound(**found["bound"])
+        lines.append(
+            f"bound: {bound.total_s:.3g} s, {bound.total_s / wall_s:.1%} of the time: training "
+            f"{bound.training_s:.3g} s and prefill {bound.prefill_s:.3g} s at "
+            f"{bound.flops / 1e12:.3g} TFLOP/s, decode {bound.decode_s:.3g} s at "
+            f"{bound.bandwidth / 1e9:,.0f} GB/s"
         )
     title = f"{len(counted)} steps, {wall_s:.2f} s"
     print_table(title, ("process", "activity", "seconds", "share"), rows, lines)

@@ -188,8 +188,9 @@ class StepMetrics:
 POLL_EVERY_S = 2.0
 WRITTEN_TOTALS = (
     "busy_seconds", "busy_prefill_seconds", "busy_decode_seconds", "busy_vision_seconds",
-    "busy_adopt_seconds", "steps", "computed_tokens", "cached_tokens", "sampled_tokens",
-    "images_encoded", "decode_steps", "decode_tokens", "decode_keys", "decode_seconds",
+    "busy_adopt_seconds", "steps", "computed_tokens", "computed_keys", "cached_tokens",
+    "sampled_tokens", "images_encoded", "decode_steps", "decode_tokens", "decode_keys",
+    "decode_seconds",
 )  # fmt: skip
 """Server counters that are recorded. Some engines lack some of them."""
 STATS_TIMEOUT_S = 10.0

@@ -33,7 +33,7 @@ from sightline.trace import Node, flatten, read_traces
 from sightline.view.run_files import get_run_dir
 from sightline.wire.array import Array
 from sightline.wire.file import read_lines
-from sightline.wire.micro_batch import StepScores
+from sightline.wire.micro_batch import MicroBatch, StepScores
 from sightline.wire.sample import Batch, Sample, digest_batch
 
 PER_TOKEN = {"token_ids", "trained", "logprobs", "advantages", "versions"}
@@ -88,15 +88,11 @@ class Inspection:
 def inspect_run(run_dir: RunDir) -> Inspection:
     run_dir = get_run_dir(run_dir.path)
     run_file = config.load_config(RunFile, run_dir.config)
-    model, path = run_file.model, Path(run_file.model.path)
-    path = path if path.is_dir() else run_dir.checkpoints / "final"
-    family = load_family(path, model.exact, **model.overrides())
-    limit = PackSize(run_file.trainer.max_micro_batch_tokens, run_file.trainer.micro_batch_patches)
     store = open_store(run_file.media.root or run_dir.media, **run_file.media.store_options())
-    digests = _read_ledger(run_dir)
-    counts = Inspection(steps=len(digests))
+    counts = Inspection()
     refs: dict[str, MediaRef] = {}
-    for batch, raw, as_sent in _read_batches(run_dir, digests):
+    for batch, raw, as_sent, micro_batches in read_packs(run_dir, run_file):
+        counts.steps += 1
         counts.batches_as_sent += as_sent
         counts.batches_rebuilt += not as_sent
         counts.eager_tensors += sum(1 for _ in find_eager_tensors(msgspec.msgpack.decode(raw)))
@@ -104,7 +100,7 @@ def inspect_run(run_dir: RunDir) -> Inspection:
         counts.slots += sum(len(sample.slots) for sample in batch.samples)
         items = (sample.items[slot.item] for sample in batch.samples for slot in sample.slots)
         counts.video_slots += sum(item.step is not None for item in items)
-        for micro_batch in pack(_add_zeros(batch.samples), batch.step, family, limit):
+        for micro_batch in micro_batches:
             counts.micro_batches += 1
             counts.micro_batches_with_references += bool(micro_batch.items)
             counts.descriptors += len(micro_batch.items)
@@ -176,6 +172,20 @@ def print_inspection(counts: Inspection, console: Console) -> None:
     console.print(table)
     for ref in counts.missing[:10]:
         console.print(f"missing: {ref.url}", highlight=False, soft_wrap=True)
+
+
+def read_packs(
+    run_dir: RunDir, run_file: RunFile
+) -> Iterator[tuple[Batch, bytes, bool, list[MicroBatch]]]:
+    """Yield each step's batch, its bytes, whether exactly these were sent, and its micro-batches,
+    packed again."""
+    model, path = run_file.model, Path(run_file.model.path)
+    path = path if path.is_dir() else run_dir.checkpoints / "final"
+    family = load_family(path, model.exact, **model.overrides())
+    limit = PackSize(run_file.trainer.max_micro_batch_tokens, run_file.trainer.micro_batch_patches)
+    for batch, raw, as_sent in _read_batches(run_dir, _read_ledger(run_dir)):
+        samples = _add_zeros(batch.samples)
+        yield batch, raw, as_sent, pack(samples, batch.step, family, limit)
 
 
 def _read_ledger(run_dir: RunDir) -> dict[int, str]:

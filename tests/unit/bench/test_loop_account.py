@@ -110,6 +110,7 @@ def test_printed_account_includes_the_remainder(
     limits = {
         "device": "cpu",
         "dtype": "float32",
+        "bound": None,
     }
     show({**asdict(account), **limits, "warmup": 1, "start_s": 1.0, "end_s": 2.0})
     output = capsys.readouterr().out

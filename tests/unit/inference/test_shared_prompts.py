@@ -74,6 +74,7 @@ def test_a_group_computes_its_prompt_once(
     ask(engine, [group, later])
     # Each computes the last token itself. A request that comes later finds the prompt cached.
     assert engine.counters.computed_tokens == LENGTH + 4
+    assert engine.counters.computed_keys == LENGTH * (LENGTH + 1) // 2 + 4 * LENGTH
     assert [r.cached_tokens for r in (*group, *later)] == [0] + 4 * [LENGTH - 1]
     ask(build(tiny_model, store, in_pages, False), [apart])
     for one, other in zip((*group, *later), (*apart, apart[0]), strict=True):

@@ -28,6 +28,8 @@ from sightline.trainer.distribute import estimate_price
 from sightline.trainer.feed import ReadyBatch
 
 PEAK_SIDE = 8192
+COPIED_BYTES = 4 << 30
+"""Bytes of the copy on a GPU, far more than its caches hold. A CPU copies a sixteenth."""
 NUM_PROFILED = 20
 
 
@@ -48,6 +50,15 @@ def measure_peak(device: str, dtype: str) -> float:
     a, b = (torch.randn(side, side, device=place, dtype=MODEL_DTYPES[dtype]) for _ in range(2))
     times = measure_time(lambda: torch.mm(a, b), device, repeats=20, warm_up=5)
     return 2 * side**3 / times.median_s
+
+
+def measure_bandwidth(device: str) -> float:
+    """Return the bytes per second of one large copy, read and written."""
+    place = torch.device(pick_device(device))
+    source = torch.ones(COPIED_BYTES // (1 if place.type == "cuda" else 16) // 4, device=place)
+    target = torch.empty_like(source)
+    times = measure_time(lambda: target.copy_(source), device, repeats=20, warm_up=5)
+    return 2 * source.nbytes / times.median_s
 
 
 def measure_time(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timings:

@@ -20,6 +20,8 @@ from sightline.inference.torch_engine.row_table import StepPlan
 class TorchCounters(EngineCounters):
     computed_tokens: int = 0
     """Prompt tokens that were computed, including repeated prefills."""
+    computed_keys: int = 0
+    """Pairs of such a token and one that it attends to, itself included."""
     sampled_tokens: int = 0
     steps: int = 0
     decode_steps: int = 0
@@ -94,7 +96,9 @@ class EngineObserver:
 
     def on_executed(self, plan: StepPlan, is_prompt: np.ndarray, is_pure_decode: bool) -> None:
         self.counters.steps += 1
-        self.counters.computed_tokens += int(plan.counts[is_prompt].sum())
+        counts, starts = plan.counts[is_prompt], plan.starts[is_prompt]
+        self.counters.computed_tokens += int(counts.sum())
+        self.counters.computed_keys += int((counts * starts + counts * (counts + 1) // 2).sum())
         if not is_pure_decode:  # launching it overlaps the step that is still to be collected
             self._has_prompts, self._last_decode_ended = True, 0.0
 
