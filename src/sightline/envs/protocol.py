@@ -10,7 +10,7 @@ import inspect
 import itertools
 import random
 import reprlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Protocol, Self, cast
@@ -185,15 +185,7 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
         )
     name = path if ":" in path else f"sightline.envs.{path}:ENVIRONMENT"
     make = load_object(name, "[env] name")
-    signature = inspect.signature(make)
-    try:
-        signature.bind(**args)
-    except TypeError as error:
-        fix = "check its parameters"
-        for name in args.keys() - signature.parameters.keys():
-            if near := difflib.get_close_matches(name, signature.parameters, cutoff=0.5):
-                fix = f"did you mean `{near[0]}` instead of `{name}`?"
-        raise ConfigError(f"[env.args] does not fit {path!r}: {error}", fix) from error
+    check_arguments(make, (), args, f"[env.args] does not fit {path!r}")
     try:
         return cast(Environment, make(**resolve_references(args, "[env] args")))
     except SightlineError:
@@ -203,6 +195,21 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
             f"[env] name = {path!r} cannot be built: {type(error).__name__}: {error}",
             f"fix it, or pass what it needs in [env.args]. Test it with `sightline try {path}`",
         ) from error
+
+
+def check_arguments(
+    function: Callable[..., Any], values: Sequence[Any], args: Mapping[str, Any], problem: str
+) -> None:
+    """Raise `problem` if a function does not take these values and keyword arguments."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*values, **args)
+    except TypeError as error:
+        fix = "check its parameters"
+        for name in args.keys() - signature.parameters.keys():
+            if near := difflib.get_close_matches(name, signature.parameters, cutoff=0.5):
+                fix = f"did you mean `{near[0]}` instead of `{name}`?"
+        raise ConfigError(f"{problem}: {error}", fix) from error
 
 
 def import_extra(module: str, extra: str) -> Any:
