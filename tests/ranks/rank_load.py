@@ -49,10 +49,10 @@ def compare(rank: int, size: int, checkpoint: str, words: list[str], meet: str) 
     elif not model.train_vision:
         for _, parameter in whole.vision_parameters():
             parameter.requires_grad_(False)
-    shard_model(whole, learner.dims.mesh)
+    shard_model(whole, learner.dims)
     reference = load_model(checkpoint, learner.family, "cpu", model.dtype)
     reference.model.eval().requires_grad_(False)
-    shard_model(reference, learner.dims.mesh, frozen=True)
+    shard_model(reference, learner.dims, frozen=True)
     assert learner.reference is not None
     same(learner.forward, whole)
     same(learner.reference.forward, reference)

@@ -1,7 +1,11 @@
 r"""One rank of a trainer that takes one step and writes the results.
 
 python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT \
-    [frozen|lora|lost|kept|one|with_text|probe|blind|critic|context=N|routes]
+    [frozen|lora|lost|kept|one|with_text|probe|blind|critic|context=N|expert=N|routes|
+     saved|from=FOLDER]
+
+`saved` writes a checkpoint after the step. `from` restores one instead of taking a step, and writes
+it again.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from sightline.trainer.probe import pick_probe_micro_batch  # noqa: E402
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo  # noqa: E402
 from sightline.trainer.sft import build_sample  # noqa: E402
 from sightline.trainer.shard import full_tensor  # noqa: E402
+from sightline.trainer.snapshot import ShardReader, restore, take_snapshot  # noqa: E402
 from sightline.wire.sample import Batch  # noqa: E402
 
 
@@ -66,14 +71,15 @@ def main() -> None:
     model, store, out = Path(sys.argv[5]), MediaStore(Path(sys.argv[6])), Path(sys.argv[7])
     frozen = "frozen" in sys.argv[8:]
     words = sys.argv[8:]
-    context = int(next((w for w in words if w.startswith("context=")), "context=1").split("=")[1])
+    divided = dict(word.split("=") for word in words if "=" in word)
     trainer = making.trainer_config(
         lr=1e-4 if "critic" in words else 1e-2,
         max_grad_norm=1e9,
         activation_checkpointing="recompute" in words,
         compile_backend="aot_eager" if "compile" in words else "",
         ranks=size,
-        context_parallel=context,
+        context_parallel=int(divided.get("context", 1)),
+        expert_parallel=int(divided.get("expert", 1)),
     )
     lora = LoraConfig(rank=4, vision_targets=("*",)) if "lora" in words else LoraConfig()
     dtype = "bfloat16" if "mixed" in words else "float32"
@@ -92,6 +98,12 @@ def main() -> None:
             if "lora_B" in name:
                 master.add_(0.01)  # at zero, A would have no gradient
         learner.optimizer.round_masters()
+    if "from" in divided:
+        files = sorted(Path(divided["from"]).glob("saved*.safetensors"))
+        model_of, optimizer = learner.forward.model, learner.optimizer
+        restore(ShardReader(files), model_of, optimizer, learner.dims, files[0])
+        save(learner, out)
+        return
     counts = watch_blocks(learner.forward.blocks())
     pixels = build_pixels(learner, store)
     materializer = pixels.materializer
@@ -118,6 +130,8 @@ def main() -> None:
     learner.diagnostics_every = int("probe" in words)
     stepped = learner.step(ready)
     passes = [counts["outer"]]
+    if "saved" in words:
+        save(learner, out)
     if frozen:
         learner.step(replace(ready, step=2))
         passes.append(counts["outer"] - passes[0])
@@ -159,6 +173,11 @@ def main() -> None:
             for o in scores.origins
         ]
         (out / "scores.json").write_text(json.dumps(sorted(named)))
+
+
+def save(learner, out: Path) -> None:  # type: ignore[no-untyped-def]
+    snapshot = take_snapshot(learner.forward.model, learner.optimizer, learner.dims)
+    snapshot.write(out, f"saved{learner.dims.rank}")
 
 
 def watch_blocks(blocks: list[torch.nn.Module]) -> Counter[str]:

@@ -74,7 +74,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
     return run
 
 
-def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
+def run_ranks(model: Path, size: int, out: Path, *words: str) -> None:
     here = "127.0.0.1"
     meet = f"{here}:{reserve_port(here, 0, 'test')}"
     channel = f"tcp://{here}:{reserve_port(here, 0, 'test')}"
@@ -93,6 +93,10 @@ def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0] * size, "\n".join(outputs)
+
+
+def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
+    run_ranks(model, size, out, *words)
     ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(size)]
     return Found(
         load_file(out / "found.safetensors"),

@@ -46,6 +46,22 @@ class _TrainingFile(ConfigSection):
         return self
 
     @model_validator(mode="after")
+    def _check_expert_parallel(self) -> Self:
+        others = {
+            "[lora] rank": self.lora.rank,
+            "[model] exact": self.model.exact,
+            "[trainer] compile_backend": self.trainer.compile_backend,
+        }
+        for name, value in others.items():
+            if value and self.trainer.expert_parallel > 1:
+                raise InvalidSetting(
+                    f"[trainer] expert_parallel = {self.trainer.expert_parallel} does not work "
+                    f"with {name} = {value}",
+                    f"set [trainer] expert_parallel = 1, or remove {name}",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_exact(self) -> Self:
         for setting, reason in self._find_inexact().items() if self.model.exact else ():
             raise InvalidSetting(

@@ -290,6 +290,9 @@ class TrainerConfig(ConfigSection):
     context_parallel: Mutable[int] = Field(1, ge=1)
     """Number of ranks that divide the tokens of each micro-batch, for long sequences. It must
     divide `ranks` and the model's key-value heads."""
+    expert_parallel: Mutable[int] = Field(1, ge=1)
+    """Number of ranks that divide the experts of each layer. It must divide `ranks` and the model's
+    number of experts."""
     address: Mutable[str] = "127.0.0.1"
     """Address at which rank 0 listens for the other ranks, including those on other machines."""
     stall_timeout_s: Mutable[float] = Field(900.0, ge=0)
@@ -308,13 +311,13 @@ class TrainerConfig(ConfigSection):
         return self.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise if this number of ranks is not a multiple of `context_parallel`."""
-        if ranks % self.context_parallel:
-            raise ConfigError(
-                f"{ranks} trainer ranks are not a multiple of [trainer] context_parallel = "
-                f"{self.context_parallel}",
-                "set [trainer] ranks to a multiple of context_parallel",
-            )
+        """Raise if this number of ranks is not a multiple of those that divide something."""
+        for setting in ("context_parallel", "expert_parallel"):
+            if ranks % (size := getattr(self, setting)):
+                raise ConfigError(
+                    f"{ranks} trainer ranks are not a multiple of [trainer] {setting} = {size}",
+                    f"set [trainer] ranks to a multiple of {setting}",
+                )
 
 
 class EvalConfig(ConfigSection):

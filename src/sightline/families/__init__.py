@@ -6,6 +6,7 @@ Code outside a family's folder never names the family. `registry` finds the fami
 from sightline.families.protocol import Family, Forward, ImageLayout, Packing
 from sightline.families.registry import (
     check_context_parallel,
+    check_expert_parallel,
     load_family,
     load_forward,
     load_renderer,
@@ -17,6 +18,7 @@ __all__ = [
     "ImageLayout",
     "Packing",
     "check_context_parallel",
+    "check_expert_parallel",
     "load_family",
     "load_forward",
     "load_renderer",

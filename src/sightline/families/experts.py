@@ -33,9 +33,13 @@ def group_experts(model: nn.Module) -> None:
 
     transformers falls back to a loop over the experts without an error.
     """
-    for module in model.modules():
-        if hasattr(module, "_is_expert_parallel"):
-            cast(Any, module).config._experts_implementation = GROUPED
+    for experts in find_experts(model):
+        cast(Any, experts).config._experts_implementation = GROUPED
+
+
+def find_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hold all experts of a layer."""
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
 
 def check_auxiliary_loss(config: Any) -> None:

@@ -138,12 +138,13 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
     return family
 
 
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names in config.json of the number of experts per layer."""
+
+
 def check_context_parallel(family: Family, model: str | Path, size: int, exact: bool) -> None:
     """Raise if `size` ranks cannot divide the tokens of a micro-batch."""
-    if size == 1:
-        return
-    config = read_config(resolve_checkpoint(model))
-    text = config.get("text_config") or config
+    text = _read_text_config(model)
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
     reasons = {
         f"the model's {heads} key-value heads (in config.json) are not a multiple of it": not heads
@@ -153,11 +154,35 @@ def check_context_parallel(family: Family, model: str | Path, size: int, exact: 
         ),
         "[model] exact computes whole sequences": exact,
     }
+    _refuse("context_parallel", size, reasons)
+
+
+def check_expert_parallel(family: Family, model: str | Path, size: int) -> None:
+    """Raise if `size` ranks cannot divide the experts of each layer."""
+    text = _read_text_config(model)
+    experts = max(text.get(name) or 0 for name in NUM_EXPERTS)
+    reasons = {
+        "the model has no experts (in config.json)": not experts,
+        f"the model's {experts} experts (in config.json) are not a multiple of it": bool(
+            experts % size
+        ),
+        f"it is untested with the generic family {family.name!r}": bool(family.model_class),
+    }
+    _refuse("expert_parallel", size, reasons)
+
+
+def _read_text_config(model: str | Path) -> dict[str, Any]:
+    config = read_config(resolve_checkpoint(model))
+    return config.get("text_config") or config
+
+
+def _refuse(setting: str, size: int, reasons: dict[str, bool]) -> None:
+    """Raise for the first reason that applies, if `size` ranks divide anything."""
     for reason, applies in reasons.items():
-        if applies:
+        if applies and size > 1:
             raise ConfigError(
-                f"[trainer] context_parallel = {size} does not work, because {reason}",
-                "set [trainer] context_parallel = 1",
+                f"[trainer] {setting} = {size} does not work, because {reason}",
+                f"set [trainer] {setting} = 1",
             )
 
 

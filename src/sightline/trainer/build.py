@@ -30,6 +30,7 @@ from sightline.families import (
     Family,
     Forward,
     check_context_parallel,
+    check_expert_parallel,
     load_family,
     load_renderer,
 )
@@ -112,6 +113,7 @@ def build_learner(
         dims.join(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())
     check_context_parallel(family, model.path, dims.context, model.exact)
+    check_expert_parallel(family, model.path, dims.expert)
     renderer = load_renderer(model.path, store, family)
     # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)
@@ -122,7 +124,7 @@ def build_learner(
     wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile_backend, model.exact)
     sharded = None
     if dims.is_distributed:
-        sharded = shard_model(forward, dims.mesh)
+        sharded = shard_model(forward, dims)
         load_shards(sharded, resolve_checkpoint(model.path, True), device)
 
     def load_frozen(path: str, features: FrozenTowerFeatures | None) -> FrozenModel:
@@ -130,7 +132,7 @@ def build_learner(
         frozen.model.eval().requires_grad_(False)
         shards = None
         if dims.is_distributed:
-            shards = shard_model(frozen, dims.mesh, frozen=True)
+            shards = shard_model(frozen, dims, frozen=True)
             load_shards(shards, resolve_checkpoint(path, True), device)
         return FrozenModel(frozen, shards, features or _build_features(frozen, trainer, dims))
 

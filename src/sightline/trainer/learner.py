@@ -27,12 +27,9 @@ from sightline.trainer.batch_loss import (
 )
 from sightline.trainer.blocks import count_compiled_graphs
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
-from sightline.trainer.optimizer import MasterAdamW, lr_scale, set_learning_rate
+from sightline.trainer.optimizer import MasterAdamW, clip_gradients, lr_scale, set_learning_rate
 from sightline.trainer.probe import NUM_PASSES, ImageSwapProbe, pick_probe_micro_batch, probe
-from sightline.trainer.shard import (
-    call_gathered,
-    full_tensor,
-)
+from sightline.trainer.shard import call_gathered
 from sightline.trainer.step_result import (
     MetricSums,
     StepResult,
@@ -368,8 +365,7 @@ class Learner(LossComputer):
     def update(self, step: int) -> Float[Tensor, ""]:
         """Clip and apply the gradients. Return their norm before clipping, on the device."""
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
-        parameters = [p for p in trained if p.grad is not None]
-        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
+        norm = clip_gradients(trained, self.config.max_grad_norm)
         set_learning_rate(self.optimizer, lr_scale(self.config, step, self.steps))
         self.optimizer.step()
         return norm
@@ -378,7 +374,7 @@ class Learner(LossComputer):
         self, ready: ReadyBatch, sums: dict[str, float], num_updates: int
     ) -> dict[str, float | None]:
         fresh, older = sums["fresh_tokens"], sums["older_tokens"]
-        groups = self.optimizer.param_groups  # two for text, and two for a trained vision tower
+        vision_lrs = [g["lr"] for g in self.optimizer.param_groups if g["is_vision"]]
         num, routes = max(sums["loss_tokens"], 1.0), sums["routes"]
         return {
             "loss": sums["loss"] / max(num_updates, 1),
@@ -393,7 +389,7 @@ class Learner(LossComputer):
             "differing_routes_fraction": sums["differing_routes"] / routes if routes else None,
             "lag_kl": sums["older_kl"] / older if older else None,
             "lr": self.config.lr * lr_scale(self.config, ready.step, self.steps),
-            "vision_lr": groups[2]["lr"] if len(groups) > 2 else None,
+            "vision_lr": vision_lrs[0] if vision_lrs else None,
             "trained_tokens": sums["tokens"],
             "tokens": sums["all_tokens"],
             "micro_batches": float(len(ready.micro_batches) * self.dims.data),

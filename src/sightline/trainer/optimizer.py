@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from sightline.config import TrainerConfig
 from sightline.families import Forward
+from sightline.trainer.shard import full_tensor
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -66,12 +68,31 @@ def build_optimizer(forward: Forward, config: TrainerConfig) -> MasterAdamW:
         group = [masters.get(p, p) for p in trained if (id(p) in seen) == is_vision]
         if group or not is_vision:
             matrices, vectors = [p for p in group if p.ndim >= 2], [p for p in group if p.ndim < 2]
-            groups += [
-                {"params": matrices, "peak_lr": peak, "weight_decay": config.weight_decay},
-                {"params": vectors, "peak_lr": peak, "weight_decay": 0.0},
-            ]
+            for kind, decay in ((matrices, config.weight_decay), (vectors, 0.0)):
+                options = {"peak_lr": peak, "weight_decay": decay, "is_vision": is_vision}
+                groups += [{"params": params, **options} for params in group_by_mesh(kind)]
     betas = (config.beta1, config.beta2)
     return MasterAdamW(groups, masters, lr=config.lr, betas=betas, fused=True)
+
+
+def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by the mesh that they are sharded over. torch computes no norm or update of
+    several meshes at once."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients to a norm of at most `max_norm`. Return their norm before."""
+    groups = group_by_mesh(p for p in parameters if p.grad is not None)
+    norms = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    wholes = [full_tensor(norm) for norm in norms]
+    norm = wholes[0] if len(wholes) == 1 else torch.linalg.vector_norm(torch.stack(wholes))
+    for group in groups:
+        clip_grads_with_norm_(group, max_norm, norm)
+    return norm
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:

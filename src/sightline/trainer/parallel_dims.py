@@ -2,7 +2,7 @@
 
 Parameters are sharded over all ranks. A batch is divided into `data` shares. The `context` ranks of
 a group, whose numbers are consecutive, train on the same share and divide each micro-batch's
-tokens.
+tokens. The `expert` ranks of a group, also consecutive, divide the experts of each layer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ class ParallelDims:
     """The number of shares that a batch is divided into."""
     context: int = 1
     """The number of ranks that divide the tokens of a micro-batch."""
+    expert: int = 1
+    """The number of ranks that divide the experts of each layer."""
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
+    _expert_mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
     _context_group: dist.ProcessGroup | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, ranks: RankInfo, trainer: TrainerConfig) -> ParallelDims:
         trainer.check_ranks(ranks.size)
         context = trainer.context_parallel
-        return cls(ranks.rank, data=ranks.size // context, context=context)
+        expert = trainer.expert_parallel
+        return cls(ranks.rank, data=ranks.size // context, context=context, expert=expert)
 
     @property
     def is_lead(self) -> bool:
@@ -73,6 +77,11 @@ class ParallelDims:
         assert self._mesh is not None, "call `join` first"
         return self._mesh
 
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """All ranks, by `shard` and `expert`. None if every rank computes all experts."""
+        return self._expert_mesh
+
     def join(self, ranks: RankInfo, device: torch.device) -> None:
         """Join the other ranks and build the mesh. Every rank calls it once."""
         if not dist.is_initialized():
@@ -84,6 +93,9 @@ class ParallelDims:
             backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
         self._mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("shard",))
+        if self.expert > 1:
+            shape, names = (self.size // self.expert, self.expert), ("shard", "expert")
+            self._expert_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         if self.context > 1:
             self._context_group, _ = dist.new_subgroups(self.context)
 

@@ -9,12 +9,14 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from sightline.compute.expert_parallel import divide_experts
 from sightline.families import Forward
+from sightline.families.experts import find_experts
 from sightline.regular_file import read_text
+from sightline.trainer.parallel_dims import ParallelDims
 
 T = TypeVar("T")
 
@@ -43,12 +45,17 @@ def call_gathered(sharded: ShardedModel | None, function: Callable[[], T]) -> T:
     return result
 
 
-def shard_model(forward: Forward, mesh: DeviceMesh, frozen: bool = False) -> ShardedModel:
-    """Shard the model in place: each block is a unit, and the rest is another.
+def shard_model(forward: Forward, dims: ParallelDims, frozen: bool = False) -> ShardedModel:
+    """Shard the model in place: each block is a unit, and the rest is another. If ranks divide the
+    experts, those of a layer are also a unit.
 
     Ranks sum their gradients in float32.
     """
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    mesh, policy = dims.mesh, MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    if dims.expert_mesh is not None:
+        for experts in find_experts(forward.model):
+            divide_experts(experts, dims.expert_mesh["expert"])
+            fully_shard(experts, mesh=dims.expert_mesh["shard"], mp_policy=policy)
     for block in forward.blocks():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     sharded = ShardedModel(forward.model)

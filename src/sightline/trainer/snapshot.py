@@ -99,14 +99,17 @@ def get_local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows, and the index of the first in the full tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
-    [placement] = tensor.placements
-    if not placement.is_shard(0):
-        raise ResumeRefused(
-            f"a tensor is placed as {placement}, but checkpoints support shards of rows only",
-            "shard along rows",
-        )
-    share = -(-tensor.shape[0] // tensor.device_mesh.size())
-    first = min(share * tensor.device_mesh.get_local_rank(), tensor.shape[0])
+    first, rows = 0, tensor.shape[0]
+    # Later axes of a mesh divide first: FSDP divides an expert rank's rows.
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if getattr(placement, "dim", None) != 0:
+            raise ResumeRefused(
+                f"a tensor is placed as {placement}, but checkpoints support shards of rows only",
+                "shard along rows",
+            )
+        share = -(-rows // tensor.device_mesh.size(axis))
+        start = min(share * tensor.device_mesh.get_local_rank(axis), rows)
+        first, rows = first + start, min(share, rows - start)
     return tensor.to_local(), first
 
 

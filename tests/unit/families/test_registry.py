@@ -20,6 +20,7 @@ from sightline.families.kimi_k25.vision import KimiK25Family, ProcessorSettings
 from sightline.families.qwen_vl.vision import QwenVLFamily
 from sightline.families.registry import (
     check_context_parallel,
+    check_expert_parallel,
     family_names,
     load_serving,
     write_tiny,
@@ -147,3 +148,18 @@ def test_context_parallelism_is_refused_where_it_cannot_work(tmp_path: Path) -> 
         check_context_parallel(family, path, 1, exact)
         with pytest.raises(ConfigError, match=rf"context_parallel = {size} .*{problem}"):
             check_context_parallel(family, path, size, exact)
+
+
+def test_expert_parallelism_is_refused_where_it_cannot_work(tmp_path: Path) -> None:
+    cases: list[tuple[str, dict[str, str], int]] = [
+        ("the model has no experts", {}, 2),
+        ("4 experts .* are not a multiple", {"type": "qwen3_vl_moe"}, 3),
+        ("4 experts .* are not a multiple", {"type": "qwen3_5_moe"}, 8),
+    ]
+    for place, (problem, options, size) in enumerate(cases):
+        path = tmp_path / str(place)
+        write_tiny("qwen_vl", path, seed=0, **options)
+        family = load_family(path)
+        check_expert_parallel(family, path, 1)
+        with pytest.raises(ConfigError, match=rf"expert_parallel = {size} .*{problem}"):
+            check_expert_parallel(family, path, size)

@@ -191,6 +191,22 @@ def test_inexact_engine_is_refused_in_exact_mode(refuse) -> None:
     assert "[model] exact = true does not work" in message and "order of summation" in message
 
 
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ("lora.rank=4", "[lora] rank"),
+        ("model.exact=true", "[model] exact"),
+        ("trainer.compile_backend=inductor", "[trainer] compile_backend"),
+    ],
+)
+def test_expert_parallelism_is_refused_with_what_it_lacks(refuse, other: str, name: str) -> None:
+    message = refuse("", "trainer.ranks=2", "trainer.expert_parallel=2", other)
+    assert f"expert_parallel = 2 does not work with {name}" in message
+    assert f"remove {name}" in message
+    message = refuse("", "trainer.ranks=3", "trainer.expert_parallel=2")
+    assert "3 trainer ranks are not a multiple of [trainer] expert_parallel = 2" in message
+
+
 def test_an_interpreter_for_the_embedded_engine_is_refused(refuse) -> None:
     assert 'engine = "vllm"' in refuse(f'[inference]\npython = "{sys.executable}"\n')
 

@@ -25,7 +25,13 @@ from sightline.errors import (
     find_fix,
     summarize_traceback,
 )
-from sightline.families import Family, check_context_parallel, load_family, load_renderer
+from sightline.families import (
+    Family,
+    check_context_parallel,
+    check_expert_parallel,
+    load_family,
+    load_renderer,
+)
 from sightline.families.checkpoint_files import read_json, read_shapes, resolve_checkpoint
 from sightline.launch.checks.machine import SPARE_BYTES, read_available_memory
 from sightline.launch.checks.settings import is_elsewhere
@@ -81,6 +87,7 @@ def find_family(config: RunFile | SftFile) -> Family:
     family = load_family(path, config.model.exact, **config.model.overrides())
     config.trainer.check_ranks(config.trainer.ranks)
     check_context_parallel(family, path, config.trainer.context_parallel, config.model.exact)
+    check_expert_parallel(family, path, config.trainer.expert_parallel)
     if shows_media and not family.shows_media:
         raise ConfigError(
             f"{shown_by} shows images, but [model] path = {config.model.path!r} has no vision "
