@@ -50,6 +50,8 @@ class RolloutBatch:
     that do not train: the sample was dropped for bad media, or cut before them."""
     teacher_logprobs: Sequence[np.ndarray] | None = None
     """For each sample, the teacher's logprob per trained token; NaN as in `values`."""
+    policy_logprobs: Sequence[np.ndarray] | None = None
+    """The policy's own, if the algorithm needs values or a teacher; NaN as in `values`."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> RolloutBatch:

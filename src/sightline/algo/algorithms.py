@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sightline.algo.algorithm import Algorithm, AlgorithmLoss, RolloutBatch, compute_advantages
+from sightline.algo.dpo import DPO
 from sightline.algo.grpo import DAPO, GRPO, Distill, ReinforcePlusPlus, add_penalties, kl_needs
 from sightline.algo.ppo import PPO
 from sightline.algo.registry import load_named, try_function
@@ -40,6 +41,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "reinforce++": ReinforcePlusPlus,
     "ppo": PPO,
     "distill": Distill,
+    "dpo": DPO,
 }
 SETTING = "[algorithm] name"
 
@@ -64,15 +66,18 @@ def load_algorithm(settings: AlgorithmConfig) -> Algorithm:
             f"{sorted(args) or 'of no name'}: {error}",
             "define __init__(self, settings, ...) with the keywords of [algorithm] args",
         ) from error
-    if algorithm.needs.teacher_logprobs != bool(settings.teacher):
+    if settings.teacher and not algorithm.needs.teacher_logprobs:
         raise ConfigError(
-            f"{SETTING} = {settings.name!r} "
-            f"{'needs a teacher' if not settings.teacher else 'uses no teacher'}",
-            f"{'set' if not settings.teacher else 'remove'} [algorithm] teacher",
+            f"{SETTING} = {settings.name!r} uses no teacher", "remove [algorithm] teacher"
         )
     if settings.name not in ALGORITHMS:
         _try_algorithm(settings.name, algorithm)
     return algorithm
+
+
+def load_sft_algorithm(settings: AlgorithmConfig) -> Algorithm:
+    """Build the algorithm of `sightline sft`: DPO by its name, and otherwise -log pi."""
+    return load_algorithm(settings) if settings.name == "dpo" else Supervised(settings)
 
 
 def _try_algorithm(name: str, algorithm: Algorithm) -> None:
@@ -110,4 +115,5 @@ def build_small_batch(algorithm: Algorithm) -> RolloutBatch:
         RolloutBatch.of(samples),
         values=zeros if algorithm.needs.values else None,
         teacher_logprobs=zeros if algorithm.needs.teacher_logprobs else None,
+        policy_logprobs=zeros,
     )

@@ -184,6 +184,10 @@ class Distill(GRPO):
         self, settings: AlgorithmConfig, *, teacher_coef: float = 1.0, reward_coef: float = 0.0
     ) -> None:
         super().__init__(settings)
+        if not settings.teacher:
+            raise ConfigError(
+                "[algorithm] name = 'distill' needs a teacher", "set [algorithm] teacher"
+            )
         self.teacher_coef, self.reward_coef = teacher_coef, reward_coef
         self.needs = self.needs._replace(teacher_logprobs=True)
 

@@ -19,7 +19,8 @@ class Needs(NamedTuple):
     values: bool = False
     """Values of the trained tokens, by the algorithm's value head."""
     teacher_logprobs: bool = False
-    """Logprobs of the trained tokens under `[algorithm] teacher`."""
+    """Logprobs of the trained tokens under `[algorithm] teacher`. If it is unset, under the run's
+    first checkpoint."""
     turn_rewards: bool = False
     """A reward for every turn: truncated rollouts without them do not train."""
 

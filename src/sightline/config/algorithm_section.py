@@ -18,15 +18,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "aggregation": "samples"},
     "cispo": {"loss": "cispo"},
     "sapo": {"loss": "sapo", "aggregation": "samples"},
+    "dpo": {"aggregation": "constant", "aggregation_args": {"divisor": 0.5}},
 }
-"""Defaults by `[algorithm] name`. These algorithms are GRPO with other parts."""
+"""Defaults by `[algorithm] name`. All but DPO are GRPO with other parts."""
 
 
 class AlgorithmConfig(ConfigSection):
     name: str = "grpo"
     """Algorithm of `sightline rl`: grpo, dr_grpo, dapo, rloo, reinforce++, ppo, gspo, cispo, sapo,
-    distill, or 'module:Class' for your own (docs/algorithms.md). Some names change the defaults of
-    the settings below."""
+    distill, dpo, or 'module:Class' for your own (docs/algorithms.md). Some names change the
+    defaults of the settings below. `sightline sft` knows dpo only."""
     args: Keywords = {}
     """Keyword arguments for the algorithm, such as gae_lambda of ppo."""
     advantage: str = "grpo"
@@ -55,7 +56,8 @@ class AlgorithmConfig(ConfigSection):
     measure_entropy: Mutable[bool] = True
     """Whether to measure the policy's entropy, which takes one more pass over the logits."""
     teacher: str = ""
-    """Checkpoint whose logprobs distill, or your own algorithm, uses."""
+    """Checkpoint whose logprobs distill, dpo or your own algorithm uses. Empty is the starting
+    checkpoint, except for distill."""
     epochs: int = Field(1, ge=1)
     """Number of passes over each batch."""
     minibatches: int = Field(1, ge=1)

@@ -166,6 +166,13 @@ class SftFile(_TrainingFile):
                 "conversations must come from either [env] or [data]",
                 "keep one of the two sections",
             )
+        has_pairs = self.data is not None and bool(self.data.rejected_column)
+        if has_pairs != (self.algorithm.name == "dpo"):
+            raise InvalidSetting(
+                f"[data] rejected_column is {'set' if has_pairs else 'missing'}, and [algorithm] "
+                f"name is {self.algorithm.name!r}",
+                'set rejected_column and name = "dpo" together: DPO trains on pairs',
+            )
         return self
 
 

@@ -340,6 +340,9 @@ class DataConfig(ConfigSection):
     """Split to train on, if there are several."""
     messages_column: str = "messages"
     """Column that holds the messages."""
+    rejected_column: str = ""
+    """Column that holds the worse conversation, for `[algorithm] name = "dpo"`. `messages_column`
+    then holds the better one. A column `prompt` begins both."""
     images_column: str = "images"
     """Column that holds the images for image parts without a source of their own."""
     eval_fraction: float = Field(0.0, ge=0, lt=1)

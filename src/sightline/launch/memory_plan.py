@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sightline.algo.algorithms import Supervised, load_algorithm
+from sightline.algo.algorithms import load_algorithm, load_sft_algorithm
 from sightline.compute.weight_transport import find_transport
 from sightline.config import AnyRun, RunFile, SftFile
 from sightline.config.files import CONTEXTS_SHARE
@@ -149,7 +149,7 @@ def plan_rank(
     if ranks > 1:  # the outer unit, a block that computes, and one that is fetched
         gathered = itemsize * (model.outside_blocks + 2 * model.largest_block)
         items["gathered parameters"] = gathered + master * model.largest_block
-    needs = (load_algorithm if is_rl else Supervised)(file.algorithm).needs
+    needs = (load_algorithm if is_rl else load_sft_algorithm)(file.algorithm).needs
     if frozen := bool(needs.reference) + bool(needs.teacher_logprobs):
         items["frozen models"] = frozen * itemsize * model.parameters // ranks
     if isinstance(file, RunFile) and rank == 0 and on_gpu:

@@ -188,8 +188,8 @@ class LossComputer:
 
 AdvantageTable = Mapping[tuple[str, int], np.ndarray]
 """The advantages of every node's sampled tokens, by trace and node."""
-HostScores = tuple[list[TokenOrigin], np.ndarray | None, np.ndarray | None]
-"""The origins, values and teacher logprobs of a micro-batch, as sent to rank 0."""
+HostScores = tuple[list[TokenOrigin], dict[str, np.ndarray | None]]
+"""The origins of a micro-batch and its scores by field of `RolloutBatch`, as sent to rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +208,29 @@ class PriorScores:
         return PriorScores(self.logprobs[places], values, teacher)
 
 
-def to_host(scores: Tensor | None) -> np.ndarray | None:
-    return None if scores is None else scores.float().cpu().numpy()
+def to_host(scores: PriorScores) -> dict[str, np.ndarray | None]:
+    """Return a micro-batch's scores by field of `RolloutBatch`."""
+    fields = {
+        "policy_logprobs": scores.logprobs,
+        "values": scores.values,
+        "teacher_logprobs": scores.teacher_logprobs,
+    }
+    return {k: None if v is None else v.float().cpu().numpy() for k, v in fields.items()}
 
 
 def build_advantage_table(
     algorithm: Algorithm, rollouts: RolloutBatch, scores: Sequence[HostScores]
 ) -> AdvantageTable:
     """Compute the advantages of the whole batch from the scores of all ranks."""
+
+    def align(name: str) -> list[np.ndarray] | None:
+        return _align([(origins, fields[name]) for origins, fields in scores], rollouts.samples)
+
     batch = replace(
         rollouts,
-        values=_align([(o, values) for o, values, _ in scores], rollouts.samples),
-        teacher_logprobs=_align([(o, teacher) for o, _, teacher in scores], rollouts.samples),
+        policy_logprobs=align("policy_logprobs"),
+        values=align("values"),
+        teacher_logprobs=align("teacher_logprobs"),
     )
     table: dict[tuple[str, int], np.ndarray] = {}
     for sample, advantages in zip(batch.samples, compute_advantages(algorithm, batch), strict=True):

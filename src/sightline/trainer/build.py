@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from sightline.algo.algorithm import Algorithm
-from sightline.algo.algorithms import Supervised, load_algorithm
+from sightline.algo.algorithms import load_algorithm, load_sft_algorithm
 from sightline.algo.registry import load_aggregation
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
@@ -141,8 +141,9 @@ def build_learner(
     if algorithm.needs.reference:
         reference = load_frozen(model.path, features)
     if algorithm.needs.teacher_logprobs:
-        teacher = load_frozen(algorithm.settings.teacher, None)
-        _check_teacher(algorithm.settings.teacher, teacher.forward, forward, family)
+        path = algorithm.settings.teacher or model.path
+        teacher = load_frozen(path, None)
+        _check_teacher(path, teacher.forward, forward, family)
     return Learner(
         forward=forward,
         algorithm=algorithm,
@@ -272,7 +273,7 @@ def build(
         _limit_memory(config, ranks)
         algorithm = load_algorithm(config.algorithm)
     else:
-        algorithm = Supervised(config.algorithm)
+        algorithm = load_sft_algorithm(config.algorithm)
     learner = build_learner(
         config.model, trainer, store, config.run.steps, ranks, algorithm, config.lora,
         config.run.seed,

@@ -46,6 +46,8 @@ class TrainingConversation:
     """The name in messages and metrics."""
     messages: list[Message]
     tools: Tools | None = None
+    rejected: list[Message] | None = None
+    """The worse conversation of a pair."""
 
     @property
     def shows_media(self) -> bool:
@@ -122,7 +124,14 @@ class FileConversations:
         return self._rows.get_row_number(self._order[1][at], TRAIN)
 
     def _convert_row(self, row: dict[str, Any], name: str) -> TrainingConversation:
-        column = self._data.messages_column
+        rejected = None
+        if self._data.rejected_column:
+            rejected = self._convert_column(row, self._data.rejected_column)
+        messages = self._convert_column(row, self._data.messages_column)
+        tools = _decode_cell(row["tools"], "tools") if row.get("tools") else None
+        return TrainingConversation(name, messages, tools, rejected)
+
+    def _convert_column(self, row: dict[str, Any], column: str) -> list[Message]:
         if row.get(column) is None and column == "messages" and "conversations" in row:
             column = "conversations"
         if row.get(column) is None:
@@ -135,14 +144,16 @@ class FileConversations:
         row_images = _RowImages(
             images if isinstance(images, list) else [images], self._put, self._folder
         )
-        filled = row_images.fill(_decode_cell(row[column], column))
+        cell = _decode_cell(row[column], column)
+        if self._data.rejected_column and row.get("prompt"):
+            cell = [*_decode_cell(row["prompt"], "prompt"), *cell]
+        filled = row_images.fill(cell)
         if "image_digests" not in row:  # written by `sightline samples`: images of all branches
             row_images.check_all_used()
         messages = to_messages(filled, self._resolver)
         if not any(message.role == "assistant" for message in messages):
             raise MessageError.at(column, "the assistant says nothing", "remove the row")
-        tools = _decode_cell(row["tools"], "tools") if row.get("tools") else None
-        return TrainingConversation(name, messages, tools)
+        return messages
 
 
 ConversationSource = Demonstrations | FileConversations

@@ -237,8 +237,7 @@ class Learner(LossComputer):
         if not is_scored:
             return ready, prior
         host_scores = [
-            (m.batch.origins, to_host(p.values), to_host(p.teacher_logprobs))
-            for m, p in zip(ready.micro_batches, prior, strict=True)
+            (m.batch.origins, to_host(p)) for m, p in zip(ready.micro_batches, prior, strict=True)
         ]
         everyone = [scores for rank in self.dims.gather_to_lead(host_scores) for scores in rank]
         table = None

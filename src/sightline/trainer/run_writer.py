@@ -37,7 +37,7 @@ from sightline.wire.weights import Adapter, Manifest
 Metrics = Mapping[str, float | None]
 _SFT_METRICS = (
     "loss", "lr", "vision_lr", "grad_norm", "tokens", "trained_tokens", "samples", "images",
-    "compilations",
+    "compilations", "kl_ref", "dpo_loss", "preference_accuracy",
 )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ class RunWriter:
         if isinstance(self.config, RunFile):
             kind, figures = "train", self._rl_figures(ready, result, busy, publish_s)
         else:
-            kind, figures = "sft", {name: result.metrics[name] for name in _SFT_METRICS}
+            kind, figures = "sft", {k: v for k, v in result.metrics.items() if k in _SFT_METRICS}
             seconds = busy[1] - busy[0]
             self._recent_s = [*self._recent_s[-19:], seconds + ready.waited_s]
             mean_s = sum(self._recent_s) / len(self._recent_s)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from threading import Event
 
 import numpy as np
+from msgspec import structs
 
 from sightline.config import SftFile
 from sightline.envs.protocol import build_environment
@@ -92,11 +93,14 @@ class ConversationBatches:
                 name = self.source.name(index, split)
                 lost.append(DroppedSample(name, "", type(error).__name__, error.problem))
                 continue
-            samples.append(
-                build_sample(
-                    conversation.messages, self.renderer, conversation.name, conversation.tools
-                )
+            sample = build_sample(
+                conversation.messages, self.renderer, conversation.name, conversation.tools
             )
+            # Held-out loss is that of the better conversation.
+            if conversation.rejected is not None and split == TRAIN:
+                samples += self._build_pair(sample, conversation)
+            else:
+                samples.append(sample)
             if stores_traces and len(traces) < MAX_STORED:
                 traces.append(build_trace(conversation, self.renderer, index))
         if traces and self.run_dir is not None:
@@ -104,6 +108,16 @@ class ConversationBatches:
         ready = self.preparer.prepare(Batch(step, samples), "", lost)
         self.watchdog.idle()
         return ready
+
+    def _build_pair(self, chosen: Sample, conversation: TrainingConversation) -> list[Sample]:
+        """Return a pair as a group of two rollouts, the better one with reward 1."""
+        assert conversation.rejected is not None
+        name = f"{conversation.name}, rejected"
+        rejected = build_sample(conversation.rejected, self.renderer, name, conversation.tools)
+        return [
+            structs.replace(sample, group_id=conversation.name, reward=reward, advantages=None)
+            for sample, reward in ((chosen, 1.0), (rejected, 0.0))
+        ]
 
 
 def open_source(config: SftFile, store: MediaStore) -> ConversationSource:

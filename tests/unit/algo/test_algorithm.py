@@ -67,16 +67,12 @@ def test_invalid_algorithm_is_refused_by_its_setting(theirs: ModuleType) -> None
         def loss(self, tokens: LossInputs) -> AlgorithmLoss:
             return AlgorithmLoss(tokens.logprobs, {"mean": tokens.logprobs.mean()})
 
-    class Taught(Constant):
-        needs = Needs(teacher_logprobs=True)
-
-    theirs.Short, theirs.Taught = Short, Taught  # type: ignore[attr-defined]
+    theirs.Short = Short  # type: ignore[attr-defined]
     theirs.function = lambda settings: None  # type: ignore[attr-defined]
     for name, problem in {
         "pp": "is not built in",
         "theirs:function": "is not an Algorithm",
         "theirs:Short": "failed on a small batch: Misaligned",
-        "theirs:Taught": "needs a teacher",
     }.items():
         with pytest.raises(ConfigError, match=rf"^\[algorithm\] name = '{name}'.*{problem}"):
             load_algorithm(AlgorithmConfig(name=name))

@@ -300,3 +300,44 @@ def test_distillation_rewards_tokens_that_the_teacher_finds_likelier() -> None:
     assert [row[0] for row in mixed] == pytest.approx([LOG2 / 2 + 1, -LOG2 / 2 - 1], rel=1e-6)
     with pytest.raises(ConfigError, match="needs a teacher"):
         build("distill", teacher="")
+
+
+def test_dpo_has_the_gradient_of_its_loss_on_the_best_and_worst_rollout() -> None:
+    rewards = {"g": [0.5, 1.0, 0.0], "equal": [1.0, 1.0]}
+    batch = make_batch(rewards, tokens=2)
+    policy = [torch.tensor([-1.0, -0.5 - i], requires_grad=True) for i in range(5)]
+    ref = [torch.tensor([-1.25, -0.25 * i]) for i in range(5)]
+    batch = replace(
+        batch,
+        policy_logprobs=[p.detach().numpy() for p in policy],
+        teacher_logprobs=[r.numpy() for r in ref],
+    )
+    algorithm = build("dpo", args={"beta": 0.5})
+    advantages = algorithm.advantages(batch)
+    gains = [(p - r).sum() for p, r in zip(policy, ref, strict=True)]
+    loss = -torch.nn.functional.logsigmoid(0.5 * (gains[1] - gains[2]))
+    wanted = torch.autograd.grad(loss, policy, allow_unused=True)
+    for row, gradient, logprobs in zip(advantages, wanted, policy, strict=True):
+        expected = torch.zeros(2) if gradient is None else gradient
+        inputs = replace(
+            make_inputs([1.0] * 2, row.tolist()), logprobs=logprobs, advantages=torch.tensor(row)
+        )
+        token_loss, metrics = algorithm.loss(inputs)
+        [got] = torch.autograd.grad(token_loss.sum(), logprobs)
+        torch.testing.assert_close(got.double(), expected.double())
+        if gradient is not None:
+            assert metrics["dpo_loss"].tolist() == pytest.approx([loss.item()] * 2, rel=1e-6)
+            assert metrics["preference_accuracy"].tolist() == [float(gains[1] > gains[2])] * 2
+    assert not algorithm.has_signal(GroupRewards(np.ones(2), (1, 1), (None, None)))
+
+
+def test_dpo_trains_no_half_of_a_pair() -> None:
+    batch = make_batch({"g": [1.0, 0.0]})
+    logprobs = [np.array([-1.0, -1.0]), np.array([math.nan, math.nan])]
+    batch = replace(batch, policy_logprobs=logprobs, teacher_logprobs=[np.zeros(2)] * 2)
+    assert [row.tolist() for row in build("dpo").advantages(batch)] == [[0.0, 0.0]] * 2
+    cut = [logprobs[0], np.array([-1.0, math.nan])]  # the rest of a cut sample does not train
+    batch = replace(batch, policy_logprobs=cut)
+    assert all(row.all() for row in build("dpo").advantages(batch))
+    with pytest.raises(ConfigError, match="epochs = 2 does not work with DPO"):
+        build("dpo", epochs=2)

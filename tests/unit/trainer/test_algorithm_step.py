@@ -266,6 +266,11 @@ def test_a_teachers_logprobs_are_aligned_with_tokens(
     for sample, teacher_logprobs in zip(batch.samples, batch.teacher_logprobs, strict=True):
         [micro_batch] = prepare(teacher, store, [sample], 10**6).with_pixels().micro_batches
         np.testing.assert_allclose(teacher_logprobs, teacher.score(micro_batch), atol=2e-5)
+    assert batch.policy_logprobs is not None
+    unchanged = build(tiny_model, store, making.algorithm())
+    for sample, policy_logprobs in zip(batch.samples, batch.policy_logprobs, strict=True):
+        [micro_batch] = prepare(unchanged, store, [sample], 10**6).with_pixels().micro_batches
+        np.testing.assert_allclose(policy_logprobs, unchanged.score(micro_batch), atol=2e-5)
     for tokens in student.tokens:
         torch.testing.assert_close(tokens.advantages, tokens.teacher_logprobs)
 

@@ -10,6 +10,7 @@ import making
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from sightline.algo.algorithms import Supervised
@@ -186,6 +187,52 @@ def test_sft_loss_is_the_mean_negative_logprob(
     assert got["trained_tokens"] == num and got["images"] == 4
     left_s = (got["steps_total"] - 1) * (got["seconds"] + got["waited_s"])
     assert got["eta_s"] == pytest.approx(left_s)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path, talks: Path) -> Path:
+    """Write the questions of `talks` with a better and a worse answer."""
+    path = tmp_path / "pairs.jsonl"
+    lines = []
+    for i, line in enumerate(talks.read_text().splitlines()):
+        row = json.loads(line)
+        answers = [[{"role": "assistant", "content": "AC"[(i + k) % 2]}] for k in range(2)]
+        row |= {"prompt": row.pop("messages")[:1], "chosen": answers[0], "rejected": answers[1]}
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_dpo_learns_to_prefer_the_better_conversation_of_each_pair(
+    tiny_model: Path, pairs: Path, tmp_path: Path
+) -> None:
+    columns = {"messages_column": "chosen", "rejected_column": "rejected"}
+    config = config_of(
+        tiny_model,
+        tmp_path,
+        data={"path": str(pairs), "eval_fraction": 0.2, **columns},
+        algorithm={"name": "dpo"},
+        run={"steps": 16},
+        sft={"batch_size": 8},
+    )
+    loop.run(made(config, tmp_path / "run"))
+    steps = [event.values for event in events(tmp_path / "run", "sft").values()]
+    assert steps[0]["dpo_loss"] == pytest.approx(np.log(2), rel=1e-4), "the policy is the reference"
+    assert steps[-1]["dpo_loss"] < 0.5 and steps[-1]["preference_accuracy"] > 0.9
+    assert steps[0]["images"] == 16, "the same eight, twice"
+    _, batches = conversations(config)
+    train, held_out = (batches._prepare(1, range(2), split) for split in ("train", "eval"))
+    assert train.num_samples == 4 and held_out.num_samples == 2
+
+
+def test_dpo_and_pairs_need_one_another(tiny_model: Path, pairs: Path, tmp_path: Path) -> None:
+    data = {"path": str(pairs), "messages_column": "chosen"}
+    for sections in (
+        {"data": data, "algorithm": {"name": "dpo"}},
+        {"data": {**data, "rejected_column": "rejected"}},
+    ):
+        with pytest.raises(ValidationError, match="rejected_column is"):
+            config_of(tiny_model, tmp_path, **sections)
 
 
 def test_held_out_conversations_are_evaluated_and_never_trained(
