@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from sightline.algo.algorithms import Supervised
+from sightline.algo.algorithms import load_sft_algorithm
 from sightline.config import SftFile
 from sightline.envs import load_environment
 from sightline.envs.color_codeword import LETTERS, ColorCodeword
@@ -55,7 +55,7 @@ def conversations(config: SftFile) -> tuple[Learner, sft.ConversationBatches]:
     """Return the batches of a run, and the learner for them."""
     store = MediaStore(Path(config.media.root))
     learner = making.build_learner(
-        config.model, config.trainer, store, 1, algorithm=Supervised(config.algorithm)
+        config.model, config.trainer, store, 1, algorithm=load_sft_algorithm(config.algorithm)
     )
     return learner, build_conversations(config, learner, build_pixels(learner, store))
 
