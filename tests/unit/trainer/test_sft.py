@@ -194,9 +194,9 @@ def pairs(tmp_path: Path, talks: Path) -> Path:
     """Write the questions of `talks` with a better and a worse answer."""
     path = tmp_path / "pairs.jsonl"
     lines = []
-    for i, line in enumerate(talks.read_text().splitlines()):
+    for line in talks.read_text().splitlines():
         row = json.loads(line)
-        answers = [[{"role": "assistant", "content": "AC"[(i + k) % 2]}] for k in range(2)]
+        answers = [[{"role": "assistant", "content": answer}] for answer in "AC"]
         row |= {"prompt": row.pop("messages")[:1], "chosen": answers[0], "rejected": answers[1]}
         lines.append(json.dumps(row))
     path.write_text("\n".join(lines) + "\n")
@@ -219,6 +219,8 @@ def test_dpo_learns_to_prefer_the_better_conversation_of_each_pair(
     steps = [event.values for event in events(tmp_path / "run", "sft").values()]
     assert steps[0]["dpo_loss"] == pytest.approx(np.log(2), rel=1e-4), "the policy is the reference"
     assert steps[-1]["dpo_loss"] < 0.5 and steps[-1]["preference_accuracy"] > 0.9
+    first, last = (event.values["loss"] for event in events(tmp_path / "run", "sft_eval").values())
+    assert last < first, "the better held-out answers become likelier"
     assert steps[0]["images"] == 16, "the same eight, twice"
     _, batches = conversations(config)
     train, held_out = (batches._prepare(1, range(2), split) for split in ("train", "eval"))
