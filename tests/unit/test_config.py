@@ -56,6 +56,9 @@ def test_override_takes_precedence_over_the_file(run_file: Path) -> None:
         ("run.sed=3", "[run] sed", "'seed'"),
         ("run.seed=many", "[run] seed = 'many'", "value"),
         ("orchestrator.group_size=0", "[orchestrator] group_size = 0", "value"),
+        ("trainer.lr=inf", "[trainer] lr = inf", "value"),
+        ("run.stop_at=nan", "[run] stop_at = nan", "value"),
+        ("filters.min_logprob=nan", "[filters] min_logprob = nan", "value"),
         ("trainer.lr_schedule=square", "[trainer] lr_schedule = 'square'", "value"),
     ],
 )

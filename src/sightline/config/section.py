@@ -21,7 +21,9 @@ Keywords = Annotated[dict[str, Any], AfterValidator(check_table)]
 class ConfigSection(BaseModel):
     """A section of a run file. The docstring under a field is its text in `docs/settings.md`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 def get_section_class(annotation: Any) -> type[ConfigSection]:

@@ -112,6 +112,11 @@ def open_tasks(
         )
     if not len(rows):
         raise ConfigError(f"{source} has no rows", "use a file with at least one row")
+    if not (eval_fraction >= 0 and sft_fraction >= 0 and eval_fraction + sft_fraction <= 1):
+        raise ConfigError(
+            f"{source}: eval_fraction = {eval_fraction} and sft_fraction = {sft_fraction}",
+            "choose fractions from 0 to 1 whose sum is at most 1",
+        )
     return TaskFile(rows, folder, images, {"eval": eval_fraction, "sft": sft_fraction}, seed)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -76,6 +77,11 @@ def read_frame_settings(
     """
     raw = read_processor_config(path)
     size = raw.get("size") or {}
+    if size and not size.keys() & {"shortest_edge", "longest_edge", *_LIMITS}:
+        raise FamilyError(
+            f"{path}: preprocessor_config.json has size = {size}",
+            "give shortest_edge and longest_edge, in pixels per image",
+        )
     min_pixels = read_int(size, default.min_pixels, "shortest_edge")
     max_pixels = read_int(size, default.max_pixels, "longest_edge")
     settings = FrameSettings(
@@ -194,4 +200,8 @@ def _read_channels(raw: dict[str, Any], key: str, default: tuple[float, ...]) ->
     value = raw.get(key)
     if isinstance(value, (int, float)):
         value = (value,) * 3
-    return default if value is None else tuple(map(float, value))
+    channels = default if value is None else tuple(map(float, value))
+    is_valid = len(channels) == 3 and all(map(math.isfinite, channels))
+    if not is_valid or (key == "image_std" and 0.0 in channels):
+        raise FamilyError(f"{key} is {value}", "copy preprocessor_config.json again")
+    return channels

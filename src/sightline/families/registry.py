@@ -17,12 +17,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from sightline.errors import ConfigError, FamilyError, NotRegularFile
+from sightline.errors import ConfigError, FamilyError, NotRegularFile, SightlineError
 from sightline.families.checkpoint_files import read_json, resolve_checkpoint
 from sightline.families.protocol import EXACT_PACKING, Family, Forward, ServingSpec
 from sightline.families.rope import find_position_limit
@@ -114,6 +116,20 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json(file)
 
 
+@contextmanager
+def _refuse_broken(path: Path) -> Iterator[None]:
+    """Turn an error that a wrong value in a checkpoint's files causes into a FamilyError."""
+    try:
+        yield
+    except SightlineError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FamilyError(
+            f"{path} cannot be loaded: {type(error).__name__}: {error}",
+            "copy config.json and preprocessor_config.json again from the checkpoint",
+        ) from error
+
+
 def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> Family:
     """Load the family of a checkpoint, which is a folder or a Hub id.
 
@@ -121,8 +137,9 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
     that cannot be exact are refused.
     """
     path = resolve_checkpoint(model)
-    family = cast(Family, _get_folder(path).load_family(path, overrides))
-    family.position_limit = find_position_limit(read_config(path))
+    with _refuse_broken(path):
+        family = cast(Family, _get_folder(path).load_family(path, overrides))
+        family.position_limit = find_position_limit(read_config(path))
     if exact and family.model_class:
         raise ConfigError(
             f"[model] exact is not supported by the generic family {family.name!r}",
@@ -201,8 +218,10 @@ def load_renderer(
     """
     path = resolve_checkpoint(model)
     folder = _get_folder(path)
-    family = family or folder.load_family(path, {})
-    renderer = cast(Renderer, folder.load_renderer(path, family, resolver or ImageIngestor(store)))
+    with _refuse_broken(path):
+        family = family or folder.load_family(path, {})
+        loaded = folder.load_renderer(path, family, resolver or ImageIngestor(store))
+    renderer = cast(Renderer, loaded)
     renderer.max_model_len = max_model_len
     return renderer
 
@@ -212,7 +231,9 @@ def load_forward(
 ) -> Forward:
     """Load the model. `attention` is a name in transformers' attention registry."""
     load = _import_family_file(family.name, "forward").load
-    return cast(Forward, load(resolve_checkpoint(model, True), family, device, dtype, attention))
+    path = resolve_checkpoint(model, True)
+    with _refuse_broken(path):
+        return cast(Forward, load(path, family, device, dtype, attention))
 
 
 def load_serving(model: str | Path, family: Family, takes_updates: bool = True) -> ServingSpec:

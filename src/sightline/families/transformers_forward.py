@@ -231,13 +231,23 @@ def load_model(
     if device.type == "meta":
         model = _build_empty(auto, path, dtype)
     else:
-        model = auto.from_pretrained(
+        model, loaded = auto.from_pretrained(
             path,
             dtype=dtype,
             attn_implementation="sdpa",
             local_files_only=True,
             trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below
         )
+        # transformers gives these parameters random values, which differ between processes.
+        reshaped = {name for name, *_ in loaded["mismatched_keys"]}
+        if missing := sorted(loaded["missing_keys"] | reshaped):
+            raise FamilyError(
+                f"{path}: {len(missing)} parameters have no weights, or weights of another shape, "
+                f"such as {missing[0]!r}",
+                "copy config.json and all *.safetensors files again from the same checkpoint",
+            )
         move_to_device(model, device)
     pin_frequencies(model)
     check_auxiliary_loss(model.config.get_text_config())

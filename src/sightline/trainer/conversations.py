@@ -153,6 +153,11 @@ class FileConversations:
         messages = to_messages(filled, self._resolver)
         if not any(message.role == "assistant" for message in messages):
             raise MessageError.at(column, "the assistant says nothing", "remove the row")
+        if not images and not any(message.refs for message in messages):
+            for name in ("image", "images"):
+                if name != self._data.images_column and row.get(name):
+                    fix = f'set [data] images_column = "{name}", or rename the column'
+                    raise MessageError.at(name, "no message shows this image", fix)
         return messages
 
 
@@ -222,7 +227,7 @@ class _RowImages:
     def _take(self, index: int | None, path: str) -> MediaRef:
         """Return image `index` of the row, or the next one."""
         at = len(self._used) if index is None else index
-        if at not in range(len(self._images)):
+        if not isinstance(at, int) or at not in range(len(self._images)):
             raise MessageError.at(
                 path,
                 f"image part {len(self._used) + 1} without a source asks for image {at}, and the "

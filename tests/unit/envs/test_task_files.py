@@ -83,6 +83,9 @@ def test_splits_are_disjoint_and_wrap_around(tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match="the split 'sft' has no rows"):
         open_tasks(path).get_row_number(0, "sft")
+    for eval_fraction, sft_fraction in ((-0.1, 0.0), (1.5, 0.0), (0.7, 0.7), (float("nan"), 0.0)):
+        with pytest.raises(ConfigError, match="eval_fraction"):
+            open_tasks(path, eval_fraction=eval_fraction, sft_fraction=sft_fraction)
 
 
 @pytest.mark.parametrize("name", ["../outside.png", "/etc/passwd", "way/../../outside.png"])

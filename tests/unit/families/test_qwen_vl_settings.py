@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sightline import FamilyError
+from sightline.families import registry
 from sightline.families.qwen_vl import claims, load_family
 
 VISION = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -51,6 +52,24 @@ def test_patch_size_differing_from_the_tower_is_refused(tmp_path: Path) -> None:
 def test_a_processor_without_a_needed_step_is_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(FamilyError, match=key):
         load_family(folder(tmp_path, **{key: False}), {})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": {"height": 64, "width": 64}},
+        {"size": [64, 64]},
+        {"image_mean": [0.5, 0.5]},
+        {"image_mean": [0.5, 0.5, float("nan")]},
+        {"image_std": [0.5, 0.5, 0]},
+        {"resample": "bicubic"},
+    ],
+)
+def test_settings_that_cannot_be_applied_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(FamilyError):
+        registry.load_family(folder(tmp_path, **changes))
 
 
 def test_every_setting_is_in_the_fingerprint(tmp_path: Path) -> None:

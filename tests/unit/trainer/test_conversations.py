@@ -139,6 +139,8 @@ def bad_row(content: Any, images: int = 0) -> dict[str, Any]:
         ),
         (bad_row([{"type": "image"}]), r"content\[0\]: image part 1 without a source.* 0 images"),
         (bad_row("no part", images=2), "0 image parts take an image of the row, which has 2"),
+        (bad_row([{"type": "image", "index": 0.0}], images=1), "asks for image 0.0"),
+        (bad_row("x") | {"image": "a.png"}, "image: no message shows this image"),
         (bad_row([{"type": "text"}]), r"messages\[0\].content\[0\].text"),
         ({"messages": [{"role": "user", "content": "x"}], "images": []}, "assistant says"),
         ({"messages": [{"role": "owner", "content": "x"}], "images": []}, r"messages\[0\].role"),
