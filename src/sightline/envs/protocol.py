@@ -158,9 +158,18 @@ class Environment:
         """Return the reward of a truncated rollout that did not catch `RolloutTruncated`."""
         return 0.0
 
+    def describe_task(self, task: Task) -> str:
+        """Return a line about a task for `sightline try`, such as its source and right answer."""
+        return ""
+
     def choose_environment(self, index: int, split: str) -> Environment:
         """Return the environment that plays this task. A mix chooses one of its members."""
         return self
+
+    @property
+    def has_demonstrations(self) -> bool:
+        """Whether `sightline sft` can train on its demonstrations."""
+        return type(self).demonstration is not Environment.demonstration
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
         """Return a conversation for supervised training. `put` stores an image."""
@@ -181,7 +190,7 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
     if ":" not in path and not (path.isidentifier() and find_spec(f"sightline.envs.{path}")):
         raise ConfigError(
             f"[env] name = {path!r} is not a built-in environment",
-            "use 'color_codeword' or 'module:Class'. Start an example in its own folder",
+            "use 'dataset', 'color_codeword' or 'module:Class'. Start an example in its own folder",
         )
     name = path if ":" in path else f"sightline.envs.{path}:ENVIRONMENT"
     make = load_object(name, "[env] name")

@@ -11,13 +11,16 @@ import bisect
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cachetools import LRUCache
+
 from sightline.envs.protocol import import_extra
-from sightline.errors import ConfigError, MediaRefused
+from sightline.errors import ConfigError, MediaError, MediaRefused
 from sightline.media import MediaRef, read_data_url
 from sightline.regular_file import check_file, open_file
 
@@ -28,29 +31,37 @@ _SUFFIXES = (".jsonl", ".ndjson", ".parquet")
 MAX_GROUP_BYTES = 1 << 30
 """Memory limit for a row group, in addition to 16 times the size of its file."""
 _BATCH_ROWS = 1024
+_SCAN_ROWS = 64
+"""Rows that a scan holds in memory, with their images."""
+RECENT_ROWS = 32
+"""Rows that are kept for the other rollouts of their group."""
 
 
 class TaskFile:
-    """Rows of a file as tasks. No row is in two splits."""
+    """Rows of a file as tasks. No row is in two splits.
+
+    Training uses each row once per epoch, in an order that the epoch and `seed` determine. Without
+    a seed, it is the file's order.
+    """
 
     def __init__(
         self,
         rows: TaskRows,
         folder: Path,
         images: Sequence[str],
-        shares: dict[str, float],
-        seed: int,
+        numbers: Mapping[str, Sequence[int]],
+        seed: int | None,
     ) -> None:
         self._rows = rows
         self._folder = folder
         self._images = rows.image_columns | frozenset(images)
-        order = list(range(len(rows)))
-        random.Random(seed).shuffle(order)
-        self._numbers: dict[str, list[int]] = {}
-        for split, share in shares.items():
-            size = round(share * len(rows))
-            self._numbers[split], order = order[:size], order[size:]
-        self._numbers["train"] = order
+        self._numbers = numbers
+        """Row numbers by split."""
+        self._seed = seed
+        self._order: tuple[int, list[int]] = (-1, [])
+        """An epoch and its order."""
+        self._recent: LRUCache[int, dict[str, Any]] = LRUCache(RECENT_ROWS)
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -64,16 +75,41 @@ class TaskFile:
         if not numbers:
             raise ConfigError(
                 f"the split {split!r} has no rows, out of {len(self._rows)}",
-                f"give it a fraction: open_tasks(..., {split}_fraction=0.1)",
+                f"give it some, for example with {split}_fraction = 0.1",
             )
-        return numbers[index % len(numbers)]
+        epoch, at = divmod(index, len(numbers))
+        if split != "train" or self._seed is None:
+            return numbers[at]
+        current, order = self._order
+        if current != epoch:
+            order = list(range(len(numbers)))
+            random.Random(f"{self._seed}:epoch:{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return numbers[order[at]]
 
     def read(self, number: int, put: Put) -> dict[str, Any]:
         """Return a row, with its images replaced by refs."""
-        row = self._rows.row(number)
+        row = self.read_raw(number)
         for column in self._images & row.keys():
-            row[column] = put_cell_images(row[column], put, self._folder, f"row {number}, {column}")
+            name = f"column {column!r}"
+            try:
+                row[column] = put_cell_images(row[column], put, self._folder, name)
+            except MediaError as error:
+                problem = f"{name}: {error.problem.removeprefix(f'{name}: ')}"
+                raise type(error)(f"{self.where(number)}, {problem}", error.fix) from error
         return row
+
+    def read_raw(self, number: int) -> dict[str, Any]:
+        """Return a row as it is in the file."""
+        with self._lock:
+            row = self._recent.get(number)
+            if row is None:
+                row = self._recent[number] = self._rows.row(number)
+        return dict(row)
+
+    def where(self, number: int) -> str:
+        """Return the file and line, or the dataset and row."""
+        return self._rows.where(number)
 
 
 def open_tasks(
@@ -90,16 +126,47 @@ def open_tasks(
     datasets on the Hub. `eval_fraction` and `sft_fraction` are the fractions of the rows for those
     splits. The rest is for training.
     """
+    check_fractions(path, eval_fraction, sft_fraction)
+    rows, folder = open_rows(path, dataset_split)
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    numbers: dict[str, list[int]] = {}
+    for split, share in (("eval", eval_fraction), ("sft", sft_fraction)):
+        size = round(share * len(rows))
+        numbers[split], order = order[:size], order[size:]
+    return TaskFile(rows, folder, images, {**numbers, "train": order}, seed)
+
+
+def check_fractions(path: str | Path, eval_fraction: float, sft_fraction: float) -> None:
+    if not (eval_fraction >= 0 and sft_fraction >= 0 and eval_fraction + sft_fraction <= 1):
+        raise ConfigError(
+            f"{path}: eval_fraction = {eval_fraction} and sft_fraction = {sft_fraction}",
+            "choose fractions from 0 to 1 whose sum is at most 1",
+        )
+
+
+def open_rows(path: str | Path, dataset_split: str = "") -> tuple[TaskRows, Path]:
+    """Open the rows of a file, a folder or a dataset. Return them with the images' folder."""
     source = Path(path)
     rows: TaskRows
     is_dataset_id = str(path).count("/") == 1 and source.suffix not in _SUFFIXES
+    if source.is_dir() and not dataset_split:
+        tables = sorted(file for file in source.iterdir() if file.suffix in _SUFFIXES)
+        if len(tables) == 1:
+            source = tables[0]
+        elif any(file.suffix in _SUFFIXES[:2] for file in tables):
+            raise ConfigError(
+                f"{source} has several files of rows: {', '.join(file.name for file in tables)}",
+                f"name one of them, such as {str(tables[0])!r}",
+            )
     if source.is_dir() or (is_dataset_id and not source.exists()):
         rows, folder = _load_with_datasets(str(path), dataset_split), source
     elif not source.exists():
         raise ConfigError(
             f"there is no file or folder {str(path)!r}",
-            "check the path. It may be a .jsonl or .parquet file, a folder that the datasets "
-            "library saved, a folder of parquet shards, or a dataset on the Hub, owner/name",
+            "check the path. It may be a .jsonl or .parquet file, a folder with one such file, a "
+            "folder that the datasets library saved, a folder of parquet shards, or a dataset on "
+            "the Hub, owner/name",
         )
     elif source.suffix in _SUFFIXES[:2]:
         rows, folder = JsonlRows(source), source.parent
@@ -112,12 +179,7 @@ def open_tasks(
         )
     if not len(rows):
         raise ConfigError(f"{source} has no rows", "use a file with at least one row")
-    if not (eval_fraction >= 0 and sft_fraction >= 0 and eval_fraction + sft_fraction <= 1):
-        raise ConfigError(
-            f"{source}: eval_fraction = {eval_fraction} and sft_fraction = {sft_fraction}",
-            "choose fractions from 0 to 1 whose sum is at most 1",
-        )
-    return TaskFile(rows, folder, images, {"eval": eval_fraction, "sft": sft_fraction}, seed)
+    return rows, folder
 
 
 def _load_with_datasets(name: str, dataset_split: str) -> ArrowRows:
@@ -145,7 +207,7 @@ def _load_with_datasets(name: str, dataset_split: str) -> ArrowRows:
     table = loaded.data.table
     with _name_damage(Path(name)):
         _check_num_rows(table.num_rows, table.nbytes)
-    return ArrowRows(table, loaded.features.arrow_schema)
+    return ArrowRows(name, table, loaded.features.arrow_schema)
 
 
 class JsonlRows:
@@ -169,14 +231,32 @@ class JsonlRows:
     def row(self, number: int) -> dict[str, Any]:
         with open_file(self._path) as file:
             file.seek(self._starts[number])
-            line = file.readline()
+            return self._parse(number, file.readline())
+
+    def scan(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield every row, with those of the columns that it has."""
+        with open_file(self._path) as file:
+            for number, line in enumerate(filter(bytes.strip, file)):
+                row = self._parse(number, line)
+                yield {column: row[column] for column in columns if column in row}
+
+    def where(self, number: int) -> str:
+        at = 0
+        with open_file(self._path) as file:
+            for line, text in enumerate(file, 1):
+                if at == self._starts[number]:
+                    return f"{self._path}, line {line}"
+                at += len(text)
+        return str(self._path)
+
+    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{self._path}, row {number}: {error}", "fix this line") from error
+            raise ConfigError(f"{self.where(number)}: {error}", "fix this line") from error
         if not isinstance(row, dict):
             raise ConfigError(
-                f"{self._path}, row {number} is a {type(row).__name__}",
+                f"{self.where(number)} is a {type(row).__name__}",
                 "write one JSON object per line",
             )
         return row
@@ -206,6 +286,16 @@ class ParquetRows:
                 self._cached = (group, table)
             first = self._stops[group - 1] if group else 0
             return _read_row(table, number - first)
+
+    def scan(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield every row, with those of the columns that the file has."""
+        names = [column for column in columns if column in self._file.schema_arrow.names]
+        with _name_damage(self._path):
+            for batch in self._file.iter_batches(_SCAN_ROWS, columns=names):
+                yield from batch.to_pylist()
+
+    def where(self, number: int) -> str:
+        return f"{self._path}, row {number}"
 
     def _read_group(self, group: int) -> Any:
         """Read a row group in batches. A value that is stored once may expand to every row."""
@@ -260,8 +350,8 @@ def _name_damage(path: Path) -> Iterator[None]:
 class ArrowRows:
     """Rows of an Arrow table. `schema` declares the image columns."""
 
-    def __init__(self, table: Any, schema: Any) -> None:
-        self._table = table
+    def __init__(self, name: str, table: Any, schema: Any) -> None:
+        self._name, self._table = name, table
         self.image_columns = image_columns(schema)
 
     def __len__(self) -> int:
@@ -269,6 +359,15 @@ class ArrowRows:
 
     def row(self, number: int) -> dict[str, Any]:
         return _read_row(self._table, number)
+
+    def scan(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield every row, with those of the columns that the table has."""
+        names = [column for column in columns if column in self._table.column_names]
+        for batch in self._table.select(names).to_batches(max_chunksize=_SCAN_ROWS):
+            yield from batch.to_pylist()
+
+    def where(self, number: int) -> str:
+        return f"{self._name}, row {number}"
 
 
 def _read_row(table: Any, at: int) -> dict[str, Any]:

@@ -83,9 +83,9 @@ class FileConversations:
     """
 
     def __init__(self, data: DataConfig, put: Put, resolver: ImageResolver, seed: int) -> None:
-        self._data, self._put, self._resolver, self._seed = data, put, resolver, seed
-        self._path = Path(data.path)
-        self._folder = self._path.parent if self._path.is_file() else self._path
+        self._data, self._put, self._resolver = data, put, resolver
+        path = Path(data.path)
+        self._folder = path.parent if path.is_file() else path
         self._rows = open_tasks(
             data.path,
             data.split,
@@ -95,33 +95,23 @@ class FileConversations:
         )
         self.num_held_out = self._rows.count(HELD_OUT)
         self._rows.get_row_number(0, TRAIN)  # raises if no row is left for training
-        self._order: tuple[int, list[int]] = (-1, [])
 
     def name(self, index: int, split: str) -> str:
-        return f"row {self._number(index, split)}"
+        return f"row {self._rows.get_row_number(index, split)}"
 
     def conversation(self, index: int, split: str) -> TrainingConversation:
-        return self.row(self._number(index, split))
+        return self.row(self._rows.get_row_number(index, split))
 
     def row(self, number: int) -> TrainingConversation:
-        where = f"{self._path}, row {number}"
+        row = self._rows.read(number, self._put)
         try:
-            return self._convert_row(self._rows.read(number, self._put), f"row {number}")
+            return self._convert_row(row, f"row {number}")
         except (MediaError, MessageError) as error:
+            where = self._rows.where(number)
             raise type(error)(f"{where}: {error.problem}", error.fix) from error
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def _number(self, index: int, split: str) -> int:
-        if split == HELD_OUT:
-            return self._rows.get_row_number(index, split)
-        epoch, at = divmod(index, self._rows.count(TRAIN))
-        if self._order[0] != epoch:
-            order = list(range(self._rows.count(TRAIN)))
-            random.Random(f"{self._seed}:epoch:{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._rows.get_row_number(self._order[1][at], TRAIN)
 
     def _convert_row(self, row: dict[str, Any], name: str) -> TrainingConversation:
         rejected = None

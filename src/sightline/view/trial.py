@@ -25,6 +25,7 @@ from sightline.render import Renderer
 from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.player import RolloutPlayer
 from sightline.trace import Trace
+from sightline.view.formatting import clean
 from sightline.view.transcript import format_transcript
 from sightline.wire.control import RolloutRequest
 
@@ -55,6 +56,8 @@ def print_trial(
     num_problems = 0
     for trace in traces:
         print_trace(trace, store)
+        if about := describe_task(env, trace):
+            print(f"  {about}\n", flush=True)
         task_problems = find_problems(env, trace, raised)
         others = find_demonstration_problems(env, trace.task, store, renderer, max_model_len)
         for what, problems in (("task", task_problems), ("demonstration", others)):
@@ -69,6 +72,15 @@ def print_trial(
             )
     print(f"tasks: {len(traces)}, problems: {num_problems}")
     return num_problems
+
+
+def describe_task(env: Environment, trace: Trace) -> str:
+    """Return what the environment says about a trace's task; nothing if it raises."""
+    played = env.choose_environment(trace.task, trace.split)
+    try:
+        return clean(played.describe_task(played.task(trace.task, trace.split)))
+    except Exception:  # already reported as the rollout's error
+        return ""
 
 
 def print_trace(trace: Trace, store: MediaStore) -> None:
@@ -147,7 +159,7 @@ def find_demonstration_problems(
 ) -> Iterator[str]:
     """Yield the problems of a demonstration, if the environment has demonstrations."""
     env = env.choose_environment(index, "sft")
-    if type(env).demonstration is Environment.demonstration:
+    if not env.has_demonstrations:
         return
     try:
         messages = env.demonstration(env.task(index, "sft"), store.put, random.Random(index))

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from sightline.envs.task_files import open_tasks
-from sightline.errors import ConfigError, MediaRefused
+from sightline.errors import ConfigError, MediaError, MediaRefused
 from sightline.media import MediaStore
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "datasets"
@@ -94,7 +94,7 @@ def test_path_outside_the_folder_is_refused(tmp_path: Path, store: MediaStore, n
     path = tmp_path / "in" / "t.jsonl"
     path.parent.mkdir()
     path.write_text(json.dumps({"image": name}))
-    with pytest.raises(MediaRefused, match="row 0, image: .* is outside"):
+    with pytest.raises(MediaRefused, match="t.jsonl, line 1, column 'image': .* is outside"):
         open_tasks(path, images=["image"], eval_fraction=0).read(0, store.put)
 
 
@@ -177,5 +177,34 @@ def test_dataset_folder_part_can_be_selected(store: MediaStore) -> None:
 def test_non_json_line_is_named(tmp_path: Path, store: MediaStore) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"n": 1}\n{"n":\n')
-    with pytest.raises(ConfigError, match="row 1: "):
+    with pytest.raises(ConfigError, match="t.jsonl, line 2: "):
         open_tasks(path, eval_fraction=0).read(1, store.put)
+
+
+def test_a_folder_with_one_file_of_rows_is_that_file(jsonl: Path, store: MediaStore) -> None:
+    assert open_tasks(jsonl.parent, images=["image"], eval_fraction=0).read(0, store.put)["n"] == 0
+    (jsonl.parent / "others.jsonl").write_text('{"n": 1}\n')
+    with pytest.raises(ConfigError, match="several files of rows: others.jsonl, tasks.jsonl"):
+        open_tasks(jsonl.parent)
+
+
+def test_errors_name_the_line_of_the_file(jsonl: Path, store: MediaStore) -> None:
+    tasks = open_tasks(jsonl, images=["image"], eval_fraction=0)
+    assert [tasks.where(n).rpartition(", ")[2] for n in range(3)] == ["line 1", "line 3", "line 5"]
+    (jsonl.parent / "shots" / "a.png").write_bytes(b"no image")
+    with pytest.raises(MediaError, match="tasks.jsonl, line 1, column 'image': "):
+        tasks.read(0, store.put)
+
+
+def test_each_epoch_has_its_own_order(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(json.dumps({"n": n}) for n in range(20)))
+
+    def order(seed: int, *epochs: int) -> list[list[int]]:
+        tasks = open_tasks(path, eval_fraction=0, seed=seed)
+        return [[tasks.get_row_number(20 * k + i, "train") for i in range(20)] for k in epochs]
+
+    first, second = order(0, 0, 1)
+    assert sorted(first) == sorted(second) == list(range(20)) and first != second
+    assert order(0, 1, 0) == [second, first]  # as after a resume in the second epoch
+    assert order(1, 0) != [first]

@@ -154,7 +154,7 @@ def test_bad_parts_are_refused_with_their_path(
     path = write_jsonl(tmp_path, [*rows(1), row])
     talks = opened(path, store)
     talks.row(0)
-    with pytest.raises((MessageError, MediaError), match=rf"talks.jsonl, row 1: .*{problem}"):
+    with pytest.raises((MessageError, MediaError), match=rf"talks.jsonl, line 2[:,] .*{problem}"):
         talks.row(1)
 
 
