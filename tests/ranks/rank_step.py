@@ -1,7 +1,7 @@
 r"""One rank of a trainer that takes one step and writes the results.
 
 python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT \
-    [frozen|lora|lost|kept|one|with_text|probe|blind|critic|context=N|expert=N|routes|
+    [frozen|lora|lost|kept|one|with_text|probe|blind|critic|context=N|expert=N|tensor=N|routes|
      saved|from=FOLDER]
 
 `saved` writes a checkpoint after the step. `from` restores one instead of taking a step, and writes
@@ -80,6 +80,7 @@ def main() -> None:
         ranks=size,
         context_parallel=int(divided.get("context", 1)),
         expert_parallel=int(divided.get("expert", 1)),
+        tensor_parallel=int(divided.get("tensor", 1)),
     )
     lora = LoraConfig(rank=4, vision_targets=("*",)) if "lora" in words else LoraConfig()
     dtype = "bfloat16" if "mixed" in words else "float32"

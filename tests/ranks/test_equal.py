@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from rank_steps import Found, check_equal
 from shards import take_first
 
-from sightline.families.registry import write_tiny
-from sightline.launch.processes import reserve_port
 from sightline.trainer.probe import ImageSwapProbe
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
-PROGRAM = Path(__file__).parent / "rank_step.py"
 TYPES = [
     ("qwen_vl", {}),
     ("qwen_vl", {"type": "qwen2_5_vl"}),
@@ -33,77 +23,6 @@ TYPES = [
     *(("anyvlm", {"type": kind}) for kind in take_first(["gemma4", "gemma3"], 1)),
 ]
 IN_CI = [(TYPES[0], 2), (TYPES[0], 4), (TYPES[-1], 2)]
-
-
-@dataclass
-class Found:
-    tensors: dict[str, torch.Tensor]
-    metrics: dict[str, Any]
-    scores: list[Any]
-    ranks: list[dict[str, Any]]
-
-    @property
-    def nbytes(self) -> list[int]:
-        return [rank["bytes"] for rank in self.ranks]
-
-    @property
-    def ways(self) -> set[str]:
-        """Modes in which blocks computed."""
-        return {way for rank in self.ranks for way in rank["ways"]}
-
-    @property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {k: v for k, v in self.tensors.items() if not k.startswith("after.")}
-
-
-@pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
-    """Return a function that runs one step on `size` ranks, once for each set of arguments."""
-    results: dict[Any, Found] = {}
-    models: dict[Any, Path] = {}
-
-    def run(family: str, options: dict[str, str], size: int, *words: str) -> Found:
-        kind = (family, *options.values())
-        if kind not in models:
-            models[kind] = tmp_path_factory.mktemp("models") / "tiny"
-            write_tiny(family, models[kind], seed=0, **options)
-        if (key := (kind, size, words)) not in results:
-            results[key] = take_step(models[kind], size, tmp_path_factory.mktemp("step"), *words)
-        return results[key]
-
-    return run
-
-
-def run_ranks(model: Path, size: int, out: Path, *words: str) -> None:
-    here = "127.0.0.1"
-    meet = f"{here}:{reserve_port(here, 0, 'test')}"
-    channel = f"tcp://{here}:{reserve_port(here, 0, 'test')}"
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(size), meet, channel, str(model),
-             str(out / "media"), str(out), *words],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=600)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * size, "\n".join(outputs)
-
-
-def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
-    run_ranks(model, size, out, *words)
-    ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(size)]
-    return Found(
-        load_file(out / "found.safetensors"),
-        json.loads((out / "metrics.json").read_text()),
-        json.loads((out / "scores.json").read_text()),
-        ranks,
-    )
 
 
 def test_replayed_routes_match_one_rank(step: Callable[..., Found]) -> None:
@@ -160,23 +79,6 @@ def test_ranks_that_divide_the_tokens_match_one_rank(
     divided = step(family, options, size, "context=2", *words)
     check_equal(step(family, options, 1, *words), divided)
     assert {rank["context"] for rank in divided.ranks} == {2}
-
-
-def check_equal(alone: Found, together: Found) -> None:
-    assert together.gradients.keys() == alone.gradients.keys()
-    for name, gradient in alone.gradients.items():
-        off = float((together.gradients[name] - gradient).norm())
-        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, (name, off, float(gradient.norm()))
-    # A rank that computes nothing, or a tower without gradient, would pass the checks above.
-    assert sum(float(g.norm()) > 0 for g in alone.gradients.values()) > len(alone.gradients) / 2
-    for name, value in alone.metrics.items():
-        if name in ("micro_batches", "tokens", "probe"):
-            continue  # empty micro-batches count, with a token each
-        ours = together.metrics[name]
-        assert (ours is None) == (value is None), name
-        assert value is None or math.isclose(ours, value, rel_tol=1e-5, abs_tol=1e-7), name
-    named = [[(trace, node) for trace, node, _ in found.scores] for found in (alone, together)]
-    assert named[0] == named[1]
 
 
 @pytest.mark.thorough

@@ -82,17 +82,25 @@ def find_transposed(opened: TensorFiles, own: Mapping[str, Tensor]) -> list[str]
     ]
 
 
-class LocalRows(NamedTuple):
-    """A rank's rows of a tensor."""
+class LocalPart(NamedTuple):
+    """A rank's part of a tensor: some rows, and all or some columns."""
 
-    rows: Tensor
-    first: int
+    part: Tensor
+    row: int
     """Index of the first row in the full tensor."""
+    column: int
+    """Index of the first column in the full tensor."""
     shape: tuple[int, ...]
     """Shape of the full tensor."""
 
+    def select_columns(self, rows: Tensor) -> Tensor:
+        """Return the part's columns of whole rows."""
+        if self.part.ndim < 2 or self.part.shape[1] == self.shape[1]:
+            return rows
+        return rows[:, self.column : self.column + self.part.shape[1]]
 
-def fill_rows(model: Any, folder: Path, own: Mapping[str, LocalRows]) -> set[str]:
+
+def fill_rows(model: Any, folder: Path, own: Mapping[str, LocalPart]) -> set[str]:
     """Read the rows of `own` from a checkpoint's files, and return the names found.
 
     Files may use any names and shapes that transformers can convert for `model`. If each expert is
@@ -114,7 +122,7 @@ def fill_rows(model: Any, folder: Path, own: Mapping[str, LocalRows]) -> set[str
     for target in sources.keys() & own.keys():
         tensors = _read_converted(model, opened, own, target, sources[target], converters)
         for name, tensor in tensors.items():
-            local = own[name].rows
+            local, tensor = own[name].part, own[name].select_columns(tensor)
             if tensor.shape != local.shape:
                 raise WeightsError(
                     f"{folder}: {name} is stored as {sources[target]}, of which "
@@ -129,13 +137,13 @@ def fill_rows(model: Any, folder: Path, own: Mapping[str, LocalRows]) -> set[str
 def _read_converted(
     model: nn.Module,
     opened: TensorFiles,
-    own: Mapping[str, LocalRows],
+    own: Mapping[str, LocalPart],
     target: str,
     sources: Mapping[str | None, list[str]],
     converters: list[Any],
 ) -> dict[str, Tensor]:
     """Return this rank's rows of the parameters that `sources` convert to, by parameter name."""
-    local, first, shape = own[target]
+    local, first, _, shape = own[target]
     stop = first + (len(local) if shape else 1)
     pattern, names = next(iter(sources.items()))
     used = deepcopy([step for step in converters if pattern in step.source_patterns])
@@ -154,6 +162,6 @@ def _read_converted(
     tensors: dict[str, Tensor] = {}
     for name in converted.keys() & own.keys():
         tensor = converted[name][0] if isinstance(converted[name], list) else converted[name]
-        local, first, _ = own[name]
+        local, first, *_ = own[name]
         tensors[name] = tensor if stacks else tensor[first : first + len(local)]
     return tensors

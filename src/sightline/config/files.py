@@ -46,19 +46,27 @@ class _TrainingFile(ConfigSection):
         return self
 
     @model_validator(mode="after")
-    def _check_expert_parallel(self) -> Self:
+    def _check_divided_modules(self) -> Self:
+        trainer = self.trainer
         others = {
             "[lora] rank": self.lora.rank,
             "[model] exact": self.model.exact,
-            "[trainer] compile_backend": self.trainer.compile_backend,
+            "[trainer] compile_backend": trainer.compile_backend,
         }
-        for name, value in others.items():
-            if value and self.trainer.expert_parallel > 1:
-                raise InvalidSetting(
-                    f"[trainer] expert_parallel = {self.trainer.expert_parallel} does not work "
-                    f"with {name} = {value}",
-                    f"set [trainer] expert_parallel = 1, or remove {name}",
-                )
+        for setting in ("expert_parallel", "tensor_parallel"):
+            for name, value in others.items() if getattr(trainer, setting) > 1 else ():
+                if value:
+                    raise InvalidSetting(
+                        f"[trainer] {setting} = {getattr(trainer, setting)} does not work with "
+                        f"{name} = {value}",
+                        f"set [trainer] {setting} = 1, or remove {name}",
+                    )
+        if trainer.tensor_parallel > 1 and trainer.context_parallel > 1:
+            raise InvalidSetting(
+                f"[trainer] tensor_parallel = {trainer.tensor_parallel} does not work with "
+                f"context_parallel = {trainer.context_parallel}: both divide the heads",
+                "set one of them to 1",
+            )
         return self
 
     @model_validator(mode="after")

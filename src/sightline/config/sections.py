@@ -293,6 +293,9 @@ class TrainerConfig(ConfigSection):
     expert_parallel: Mutable[int] = Field(1, ge=1)
     """Number of ranks that divide the experts of each layer. It must divide `ranks` and the model's
     number of experts."""
+    tensor_parallel: Mutable[int] = Field(1, ge=1)
+    """Number of ranks that divide the matrices of attention and MLPs. It must divide `ranks` and
+    the model's key-value heads."""
     address: Mutable[str] = "127.0.0.1"
     """Address at which rank 0 listens for the other ranks, including those on other machines."""
     stall_timeout_s: Mutable[float] = Field(900.0, ge=0)
@@ -312,7 +315,7 @@ class TrainerConfig(ConfigSection):
 
     def check_ranks(self, ranks: int) -> None:
         """Raise if this number of ranks is not a multiple of those that divide something."""
-        for setting in ("context_parallel", "expert_parallel"):
+        for setting in ("context_parallel", "expert_parallel", "tensor_parallel"):
             if ranks % (size := getattr(self, setting)):
                 raise ConfigError(
                     f"{ranks} trainer ranks are not a multiple of [trainer] {setting} = {size}",

@@ -7,6 +7,7 @@ from sightline.families.protocol import Family, Forward, ImageLayout, Packing
 from sightline.families.registry import (
     check_context_parallel,
     check_expert_parallel,
+    check_tensor_parallel,
     load_family,
     load_forward,
     load_renderer,
@@ -19,6 +20,7 @@ __all__ = [
     "Packing",
     "check_context_parallel",
     "check_expert_parallel",
+    "check_tensor_parallel",
     "load_family",
     "load_forward",
     "load_renderer",

@@ -86,6 +86,17 @@ EXACT_PACKING = Packing(
 )
 
 
+Division = Literal["columns", "rows"]
+TensorPlan = Mapping[str, Mapping[str, Division]]
+"""How the matrices of each module of a decoder layer are divided, by the paths of modules in a
+layer and of matrices in a module."""
+DIVIDED_MLP: Mapping[str, Division] = {
+    "gate_proj": "columns",
+    "up_proj": "columns",
+    "down_proj": "rows",
+}
+
+
 class Family(ABC):
     """The layout, pixels and positions of a checkpoint. Its only state is caches, so it is
     thread-safe."""
@@ -102,6 +113,8 @@ class Family(ABC):
     """The checkpoint's transformers class in the generic family. Empty in other families."""
     video_refusal: str = "this model family shows no videos"
     """Why videos cannot be shown. Empty if they can."""
+    tensor_plan: TensorPlan = {}
+    """Which modules tensor parallelism divides. Empty if it is not supported."""
     position_limit: int = 0
     """The longest sequence that leaves the rotary frequencies constant. 0 means any length."""
 

@@ -162,7 +162,7 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def check_context_parallel(family: Family, model: str | Path, size: int, exact: bool) -> None:
     """Raise if `size` ranks cannot divide the tokens of a micro-batch."""
     text = _read_text_config(model)
-    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
+    heads = _count_kv_heads(text)
     reasons = {
         f"the model's {heads} key-value heads (in config.json) are not a multiple of it": not heads
         or heads % size != 0,
@@ -186,6 +186,22 @@ def check_expert_parallel(family: Family, model: str | Path, size: int) -> None:
         f"it is untested with the generic family {family.name!r}": bool(family.model_class),
     }
     _refuse("expert_parallel", size, reasons)
+
+
+def check_tensor_parallel(family: Family, model: str | Path, size: int) -> None:
+    """Raise if `size` ranks cannot divide the matrices of attention and MLPs."""
+    text = _read_text_config(model)
+    heads = _count_kv_heads(text)
+    reasons = {
+        f"the family {family.name!r} does not say how to divide this model": not family.tensor_plan,
+        f"the model's {heads} key-value heads (in config.json) are not a multiple of it": not heads
+        or heads % size != 0,
+    }
+    _refuse("tensor_parallel", size, reasons)
+
+
+def _count_kv_heads(text: dict[str, Any]) -> int:
+    return int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0)
 
 
 def _read_text_config(model: str | Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from sightline.families import (
     Forward,
     check_context_parallel,
     check_expert_parallel,
+    check_tensor_parallel,
     load_family,
     load_renderer,
 )
@@ -114,6 +115,7 @@ def build_learner(
     family = load_family(model.path, model.exact, **model.overrides())
     check_context_parallel(family, model.path, dims.context, model.exact)
     check_expert_parallel(family, model.path, dims.expert)
+    check_tensor_parallel(family, model.path, dims.tensor)
     renderer = load_renderer(model.path, store, family)
     # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)
@@ -124,7 +126,7 @@ def build_learner(
     wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile_backend, model.exact)
     sharded = None
     if dims.is_distributed:
-        sharded = shard_model(forward, dims)
+        sharded = shard_model(forward, dims, plan=family.tensor_plan)
         load_shards(sharded, resolve_checkpoint(model.path, True), device)
 
     def load_frozen(path: str, features: FrozenTowerFeatures | None) -> FrozenModel:
@@ -132,7 +134,7 @@ def build_learner(
         frozen.model.eval().requires_grad_(False)
         shards = None
         if dims.is_distributed:
-            shards = shard_model(frozen, dims, frozen=True)
+            shards = shard_model(frozen, dims, frozen=True, plan=family.tensor_plan)
             load_shards(shards, resolve_checkpoint(path, True), device)
         return FrozenModel(frozen, shards, features or _build_features(frozen, trainer, dims))
 

@@ -2,7 +2,8 @@
 
 Parameters are sharded over all ranks. A batch is divided into `data` shares. The `context` ranks of
 a group, whose numbers are consecutive, train on the same share and divide each micro-batch's
-tokens. The `expert` ranks of a group, also consecutive, divide the experts of each layer.
+tokens, or the `tensor` ranks its matrices. The `expert` ranks of a group, also consecutive, divide
+the experts of each layer.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ class ParallelDims:
     """The number of ranks that divide the tokens of a micro-batch."""
     expert: int = 1
     """The number of ranks that divide the experts of each layer."""
+    tensor: int = 1
+    """The number of ranks that divide the matrices of attention and MLPs."""
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
     _expert_mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
+    _tensor_mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
     _context_group: dist.ProcessGroup | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, ranks: RankInfo, trainer: TrainerConfig) -> ParallelDims:
         trainer.check_ranks(ranks.size)
-        context = trainer.context_parallel
-        expert = trainer.expert_parallel
-        return cls(ranks.rank, data=ranks.size // context, context=context, expert=expert)
+        context, tensor = trainer.context_parallel, trainer.tensor_parallel
+        data = ranks.size // (context * tensor)
+        return cls(ranks.rank, data, context, trainer.expert_parallel, tensor)
 
     @property
     def is_lead(self) -> bool:
@@ -55,17 +59,22 @@ class ParallelDims:
 
     @property
     def size(self) -> int:
-        return self.data * self.context
+        return self.data * self.sharing
+
+    @property
+    def sharing(self) -> int:
+        """The number of ranks that train on the same share."""
+        return self.context * self.tensor
 
     @property
     def _counts(self) -> bool:
-        """Return whether this rank's figures count. Its context group has the same ones."""
-        return self.rank % self.context == 0
+        """Return whether this rank's figures count. Others with the same share have the same."""
+        return self.rank % self.sharing == 0
 
     @property
     def shares(self) -> list[int]:
         """Return the share of the batch that each rank trains on."""
-        return [rank // self.context for rank in range(self.size)]
+        return [rank // self.sharing for rank in range(self.size)]
 
     @property
     def context_group(self) -> dist.ProcessGroup | None:
@@ -82,6 +91,11 @@ class ParallelDims:
         """All ranks, by `shard` and `expert`. None if every rank computes all experts."""
         return self._expert_mesh
 
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """All ranks, by `shard` and `tensor`. None if every rank computes with whole matrices."""
+        return self._tensor_mesh
+
     def join(self, ranks: RankInfo, device: torch.device) -> None:
         """Join the other ranks and build the mesh. Every rank calls it once."""
         if not dist.is_initialized():
@@ -94,18 +108,24 @@ class ParallelDims:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
         self._mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("shard",))
         if self.expert > 1:
-            shape, names = (self.size // self.expert, self.expert), ("shard", "expert")
-            self._expert_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            self._expert_mesh = self._build_mesh(device, "expert", self.expert)
+        if self.tensor > 1:
+            self._tensor_mesh = self._build_mesh(device, "tensor", self.tensor)
         if self.context > 1:
             self._context_group, _ = dist.new_subgroups(self.context)
+
+    def _build_mesh(self, device: torch.device, name: str, size: int) -> DeviceMesh:
+        shape = (self.size // size, size)
+        return init_device_mesh(device.type, shape, mesh_dim_names=("shard", name))
 
     def split(self, items: Sequence[T]) -> Sequence[T]:
         """Return this rank's share of work that any rank can do."""
         return items[self.rank :: self.size]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale the loss, because FSDP averages gradients over ranks and we need their sum."""
-        return loss * self.size
+        """Scale the loss, because FSDP averages gradients over ranks and we need their sum. All
+        `tensor` ranks of a group have the whole loss."""
+        return loss * (self.size // self.tensor)
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Return each value summed over the shares. Every rank passes the same keys."""
@@ -138,7 +158,7 @@ class ParallelDims:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_lead else None
         dist.gather_object(value if self._counts else None, values)
-        return (values or [])[:: self.context]
+        return (values or [])[:: self.sharing]
 
     def broadcast_from_lead(self, value: T) -> T:
         """Return rank 0's value on every rank."""

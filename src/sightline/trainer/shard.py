@@ -13,8 +13,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sightline.compute.expert_parallel import divide_experts
+from sightline.compute.tensor_parallel import divide_layer
 from sightline.families import Forward
 from sightline.families.experts import find_experts
+from sightline.families.protocol import TensorPlan
 from sightline.regular_file import read_text
 from sightline.trainer.parallel_dims import ParallelDims
 
@@ -45,9 +47,11 @@ def call_gathered(sharded: ShardedModel | None, function: Callable[[], T]) -> T:
     return result
 
 
-def shard_model(forward: Forward, dims: ParallelDims, frozen: bool = False) -> ShardedModel:
-    """Shard the model in place: each block is a unit, and the rest is another. If ranks divide the
-    experts, those of a layer are also a unit.
+def shard_model(
+    forward: Forward, dims: ParallelDims, frozen: bool = False, plan: TensorPlan | None = None
+) -> ShardedModel:
+    """Shard the model in place: each block is a unit, and the rest is another. The experts
+    of a layer and the modules of the tensor `plan` are also units if ranks divide them.
 
     Ranks sum their gradients in float32.
     """
@@ -56,6 +60,10 @@ def shard_model(forward: Forward, dims: ParallelDims, frozen: bool = False) -> S
         for experts in find_experts(forward.model):
             divide_experts(experts, dims.expert_mesh["expert"])
             fully_shard(experts, mesh=dims.expert_mesh["shard"], mp_policy=policy)
+    if dims.tensor_mesh is not None:
+        for block in forward.blocks():
+            for divided in divide_layer(block, plan or {}, dims.tensor_mesh["tensor"]):
+                fully_shard(divided, mesh=dims.tensor_mesh["shard"], mp_policy=policy)
     for block in forward.blocks():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     sharded = ShardedModel(forward.model)

@@ -1,25 +1,26 @@
 """Writes each rank's part of model and optimizer to files, and reads any rows back.
 
 Frozen parameters are not written: the run's initial checkpoint has them. A sharded tensor is split
-along its rows, and each file records which rows it holds. A checkpoint can therefore be restored on
-any number of ranks.
+along its rows, or its rows and columns, and each file records which ones it holds. A checkpoint can
+therefore be restored on any number of ranks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sightline.compute.checkpoint_files import LocalRows, fill_rows
+from sightline.compute.checkpoint_files import LocalPart, fill_rows
 from sightline.compute.tensor_file import split_by_size, write_tensors
 from sightline.compute.weights import check_parameters
 from sightline.errors import FamilyError, ResumeRefused, WeightsError
@@ -44,8 +45,9 @@ class ShardSnapshot:
     """The tensors of a checkpoint. Copies on the CPU if training continues during the write."""
 
     tensors: dict[str, Tensor]
-    places: dict[str, tuple[int, int]]
-    """For each tensor, its first row in the full tensor, and the full tensor's number of rows."""
+    places: dict[str, tuple[int, ...]]
+    """For each tensor, its first row in the full tensor, and the full tensor's number of rows. The
+    same for columns if the tensor does not have all of them."""
 
     def write(self, folder: Path, name: str, file_bytes: int = FILE_BYTES) -> list[WeightFile]:
         """Write NAME.safetensors and, for large snapshots, NAME_001.safetensors and so on.
@@ -80,12 +82,15 @@ def take_snapshot(
     16-bit parameters are stored as their float32 masters.
     """
     tensors: dict[str, Tensor] = {}
-    places: dict[str, tuple[int, int]] = {}
+    places: dict[str, tuple[int, ...]] = {}
     for key, tensor in _named_tensors(model, optimizer):
-        local, first = get_local_rows(tensor)
-        if (local.numel() or not tensor.numel()) and (isinstance(tensor, DTensor) or dims.is_lead):
-            tensors[key] = copy_for_thread(local.detach()) if copy else local.detach()
-            places[key] = (first, _count_rows(tensor.shape))
+        place = find_local_part(tensor)
+        local = place.part.detach()
+        if (local.numel() or not tensor.numel()) and is_first_copy(tensor, dims):
+            tensors[key] = copy_for_thread(local) if copy else local
+            places[key] = (place.row, _count_rows(tensor.shape))
+            if local.shape[1:] != tensor.shape[1:]:
+                places[key] += (place.column, tensor.shape[1])
     states = {RNG: torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states[CUDA_RNG] = torch.cuda.get_rng_state()
@@ -95,60 +100,95 @@ def take_snapshot(
     return ShardSnapshot(tensors, places)
 
 
-def get_local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows, and the index of the first in the full tensor."""
+def is_first_copy(tensor: Tensor, dims: ParallelDims) -> bool:
+    """Return whether this rank is the first of those with the same part of a tensor."""
     if not isinstance(tensor, DTensor):
-        return tensor, 0
-    first, rows = 0, tensor.shape[0]
-    # Later axes of a mesh divide first: FSDP divides an expert rank's rows.
+        return dims.is_lead
+    axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return not any(tensor.device_mesh.get_local_rank(axis) for axis in axes)
+
+
+def find_local_part(tensor: Tensor) -> LocalPart:
+    """Return this rank's part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return LocalPart(tensor, 0, 0, tuple(tensor.shape))
+    starts, sizes = [0] * tensor.ndim, list(tensor.shape)
+    # Later axes of a mesh divide first: FSDP divides the rows of an expert rank.
     for axis, placement in reversed(list(enumerate(tensor.placements))):
-        if getattr(placement, "dim", None) != 0:
-            raise ResumeRefused(
-                f"a tensor is placed as {placement}, but checkpoints support shards of rows only",
-                "shard along rows",
-            )
-        share = -(-rows // tensor.device_mesh.size(axis))
-        start = min(share * tensor.device_mesh.get_local_rank(axis), rows)
-        first, rows = first + start, min(share, rows - start)
-    return tensor.to_local(), first
+        if (dim := getattr(placement, "dim", None)) is not None:
+            share = -(-sizes[dim] // tensor.device_mesh.size(axis))
+            start = min(share * tensor.device_mesh.get_local_rank(axis), sizes[dim])
+            starts[dim], sizes[dim] = starts[dim] + start, min(share, sizes[dim] - start)
+    row, column, *others = [*starts, 0, 0]
+    if any(others):
+        raise ResumeRefused(
+            f"a tensor is placed as {tensor.placements}, but checkpoints support parts of rows and "
+            "columns only",
+            "shard along rows",
+        )
+    return LocalPart(tensor.to_local(), row, column, tuple(tensor.shape))
+
+
+class _Piece(NamedTuple):
+    """The part of a tensor that a file has."""
+
+    column: int
+    num_columns: int
+    first: int
+    stop: int
+    file: Any
 
 
 class ShardReader:
     """Reads full tensors, or any of their rows, from the files of a checkpoint."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._pieces: dict[str, list[tuple[int, int, Any]]] = {}
+        self._pieces: dict[str, list[_Piece]] = {}
         self._num_rows: dict[str, int] = {}
+        self._num_columns: dict[str, int] = {}
         for path in files:
             file = safe_open(check_file(path), "pt")
-            for key, (first, rows) in json.loads(file.metadata()[_PLACES]).items():
-                length = _count_rows(file.get_slice(key).get_shape())
-                self._pieces.setdefault(key, []).append((first, first + length, file))
+            for key, (first, rows, *columns) in json.loads(file.metadata()[_PLACES]).items():
+                shape = file.get_slice(key).get_shape()
+                column, self._num_columns[key] = columns or (0, _count_columns(shape))
+                piece = _Piece(
+                    column, _count_columns(shape), first, first + _count_rows(shape), file
+                )
+                self._pieces.setdefault(key, []).append(piece)
                 self._num_rows[key] = rows
         for key, pieces in self._pieces.items():
-            pieces.sort(key=lambda piece: piece[0])
-            ends = [0, *(stop for _, stop, _ in pieces)]
-            if [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != self._num_rows[key]:
+            pieces.sort(key=lambda piece: piece[:4])
+            stop, end = self._num_rows[key], 0
+            for column, strip in groupby(pieces, key=lambda piece: piece.column):
+                parts = list(strip)
+                ends = [0, *(part.stop for part in parts)]
+                is_whole = [part.first for part in parts] == ends[:-1] and ends[-1] == stop
+                end = end + parts[0].num_columns if is_whole and column == end else -1
+            if end != self._num_columns[key]:
                 raise ResumeRefused(f"the checkpoint lacks rows of {key}", "use another checkpoint")
 
     def names(self, kind: str) -> list[str]:
         return [key.partition("/")[2] for key in self._pieces if key.startswith(f"{kind}/")]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        first = self._pieces[key][0][2].get_slice(key).get_shape()
-        return (self._num_rows[key], *first[1:]) if first else ()
+        dims = list(self._pieces[key][0].file.get_slice(key).get_shape())
+        dims[:2] = [self._num_rows[key], self._num_columns[key]][: len(dims)]
+        return tuple(dims)
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:
-        pieces = []
-        for first, last, file in self._pieces[key]:
-            if first < stop and start < last:
-                part = file.get_slice(key)
-                pieces.append(part[max(start, first) - first : min(stop, last) - first])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        strips = []
+        for _, strip in groupby(self._pieces[key], key=lambda piece: piece.column):
+            parts = [
+                file.get_slice(key)[max(start, first) - first : min(stop, last) - first]
+                for _, _, first, last, file in strip
+                if first < stop and start < last
+            ]
+            strips.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return strips[0] if len(strips) == 1 else torch.cat(strips, dim=1)
 
     def full(self, key: str) -> Tensor:
         if not self.shape(key):
-            tensor: Tensor = self._pieces[key][0][2].get_tensor(key)
+            tensor: Tensor = self._pieces[key][0].file.get_tensor(key)
             return tensor
         return self.rows(key, 0, self._num_rows[key])
 
@@ -187,11 +227,12 @@ def restore_model(
 
 
 def _fill_from_shards(own: Tensor, shards: ShardReader, key: str) -> None:
-    local, first = get_local_rows(own)
+    place = find_local_part(own)
     if not own.shape:
-        local.copy_(shards.full(key))
-    elif local.numel():
-        local.copy_(shards.rows(key, first, first + len(local)))
+        place.part.copy_(shards.full(key))
+    elif place.part.numel():
+        rows = shards.rows(key, place.row, place.row + len(place.part))
+        place.part.copy_(place.select_columns(rows))
 
 
 def _restore_optimizer(
@@ -236,6 +277,11 @@ def _optimizer_indices(model: nn.Module, optimizer: MasterAdamW) -> dict[str, in
     return {names[id(parameter)]: place for place, parameter in enumerate(ordered)}
 
 
+def _count_columns(shape: Sequence[int]) -> int:
+    """Return the length of the second dim. A vector has one column."""
+    return shape[1] if len(shape) > 1 else 1
+
+
 def _count_rows(shape: Iterable[int]) -> int:
     """Return the length of the first dim. A scalar is one row."""
     return next(iter(shape), 1)
@@ -264,15 +310,10 @@ def load_shards(sharded: ShardedModel, folder: Path, device: torch.device) -> No
         **{name: buffer for name, buffer in model.named_buffers() if name in stored},
     }
     missing -= fill_rows(
-        model, folder, {name: _describe(tensor) for name, tensor in tensors.items()}
+        model, folder, {name: find_local_part(tensor.detach()) for name, tensor in tensors.items()}
     )
     if missing:
         raise WeightsError(
             f"{folder} has no tensor for the parameters {sorted(missing)[:3]}",
             "complete the checkpoint, or train on one rank, where transformers loads it",
         )
-
-
-def _describe(tensor: Tensor) -> LocalRows:
-    local, first = get_local_rows(tensor.detach())
-    return LocalRows(local, first, tuple(tensor.shape))

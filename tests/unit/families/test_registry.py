@@ -21,6 +21,7 @@ from sightline.families.qwen_vl.vision import QwenVLFamily
 from sightline.families.registry import (
     check_context_parallel,
     check_expert_parallel,
+    check_tensor_parallel,
     family_names,
     load_serving,
     write_tiny,
@@ -163,3 +164,19 @@ def test_expert_parallelism_is_refused_where_it_cannot_work(tmp_path: Path) -> N
         check_expert_parallel(family, path, 1)
         with pytest.raises(ConfigError, match=rf"expert_parallel = {size} .*{problem}"):
             check_expert_parallel(family, path, size)
+
+
+def test_tensor_parallelism_is_refused_where_it_cannot_work(tmp_path: Path) -> None:
+    cases: list[tuple[str, str, dict[str, str]]] = [
+        ("2 key-value heads .* are not a multiple", "qwen_vl", {}),
+        ("2 key-value heads .* are not a multiple", "kimi_k25", {}),
+        ("'qwen_vl' does not say how to divide", "qwen_vl", {"type": "qwen3"}),
+        ("'glm_v' does not say how to divide", "glm_v", {}),
+    ]
+    for place, (problem, name, options) in enumerate(cases):
+        path = tmp_path / str(place)
+        write_tiny(name, path, seed=0, **options)
+        family = load_family(path)
+        check_tensor_parallel(family, path, 1)
+        with pytest.raises(ConfigError, match=rf"tensor_parallel = 4 .*{problem}"):
+            check_tensor_parallel(family, path, 4)

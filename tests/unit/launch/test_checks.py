@@ -199,12 +199,23 @@ def test_inexact_engine_is_refused_in_exact_mode(refuse) -> None:
         ("trainer.compile_backend=inductor", "[trainer] compile_backend"),
     ],
 )
-def test_expert_parallelism_is_refused_with_what_it_lacks(refuse, other: str, name: str) -> None:
-    message = refuse("", "trainer.ranks=2", "trainer.expert_parallel=2", other)
-    assert f"expert_parallel = 2 does not work with {name}" in message
+@pytest.mark.parametrize("setting", ["expert_parallel", "tensor_parallel"])
+def test_divided_layers_are_refused_with_unsupported_settings(
+    refuse, setting: str, other: str, name: str
+) -> None:
+    message = refuse("", "trainer.ranks=2", f"trainer.{setting}=2", other)
+    assert f"{setting} = 2 does not work with {name}" in message
     assert f"remove {name}" in message
-    message = refuse("", "trainer.ranks=3", "trainer.expert_parallel=2")
-    assert "3 trainer ranks are not a multiple of [trainer] expert_parallel = 2" in message
+
+
+def test_numbers_of_ranks_that_do_not_divide_are_refused(refuse) -> None:
+    for setting in ("context_parallel", "expert_parallel", "tensor_parallel"):
+        message = refuse("", "trainer.ranks=3", f"trainer.{setting}=2")
+        assert f"3 trainer ranks are not a multiple of [trainer] {setting} = 2" in message
+    message = refuse(
+        "", "trainer.ranks=4", "trainer.tensor_parallel=2", "trainer.context_parallel=2"
+    )
+    assert "tensor_parallel = 2 does not work with context_parallel = 2" in message
 
 
 def test_an_interpreter_for_the_embedded_engine_is_refused(refuse) -> None:

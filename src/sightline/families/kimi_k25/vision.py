@@ -28,7 +28,7 @@ from sightline.families.processor_settings import (
     read_pixel_settings,
     read_processor_config,
 )
-from sightline.families.protocol import ImageLayout
+from sightline.families.protocol import DIVIDED_MLP, ImageLayout, TensorPlan
 from sightline.families.vision_family import PixelFamily, fit_image
 
 if TYPE_CHECKING:
@@ -97,6 +97,17 @@ def _check_settings(settings: ProcessorSettings, raw: dict[str, Any], path: Path
 class KimiK25Family(PixelFamily[ProcessorSettings]):
     name = "kimi_k25"
     modality = "vision_chunk"
+    tensor_plan: TensorPlan = {
+        # The latents of queries, keys and values are on every rank. Their heads are divided.
+        "self_attn": {
+            "q_proj": "columns",
+            "q_b_proj": "columns",
+            "kv_b_proj": "columns",
+            "o_proj": "rows",
+        },
+        "mlp": DIVIDED_MLP,
+        "mlp.shared_experts": DIVIDED_MLP,
+    }
 
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> KimiK25Family:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sightline.families.processor_settings import FrameSettings, find_frame_difference, read_int
-from sightline.families.protocol import TREE_PACKING, Packing
+from sightline.families.protocol import DIVIDED_MLP, TREE_PACKING, Packing, TensorPlan
 from sightline.families.video_family import VideoFamily, fit_size
 
 
@@ -42,6 +42,16 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
     name = "qwen_vl"
     default_settings = FrameSettings(min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
     pad_keys = ("image_token_id", "video_token_id")
+    tensor_plan: TensorPlan = {
+        "self_attn": {
+            "q_proj": "columns",
+            "k_proj": "columns",
+            "v_proj": "columns",
+            "o_proj": "rows",
+        },
+        "mlp": DIVIDED_MLP,
+        "mlp.shared_expert": DIVIDED_MLP,
+    }
 
     @classmethod
     def read_video_settings(

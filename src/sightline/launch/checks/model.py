@@ -29,6 +29,7 @@ from sightline.families import (
     Family,
     check_context_parallel,
     check_expert_parallel,
+    check_tensor_parallel,
     load_family,
     load_renderer,
 )
@@ -88,6 +89,7 @@ def find_family(config: RunFile | SftFile) -> Family:
     config.trainer.check_ranks(config.trainer.ranks)
     check_context_parallel(family, path, config.trainer.context_parallel, config.model.exact)
     check_expert_parallel(family, path, config.trainer.expert_parallel)
+    check_tensor_parallel(family, path, config.trainer.tensor_parallel)
     if shows_media and not family.shows_media:
         raise ConfigError(
             f"{shown_by} shows images, but [model] path = {config.model.path!r} has no vision "
