@@ -168,7 +168,7 @@ class Environment:
 
     @property
     def has_demonstrations(self) -> bool:
-        """Whether `sightline sft` can train on its demonstrations."""
+        """Return whether `sightline sft` can train on its demonstrations."""
         return type(self).demonstration is not Environment.demonstration
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
