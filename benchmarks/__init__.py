@@ -8,6 +8,7 @@ and `serve`. A benchmark is a module with `add_arguments(parser)` and `run(args)
 from __future__ import annotations
 
 BENCHMARKS = {
+    "algorithms": "every algorithm by name, on two tasks with several seeds",
     "batch": "many requests at once, compared with transformers' generate",
     "failover": "the delay that lost servers cause to their rollouts",
     "load": "the latency of a small request while a thousand rollouts run",
