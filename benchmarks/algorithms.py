@@ -31,8 +31,10 @@ TASKS = ("color_codeword", "counting")
 ALGORITHMS = (
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "ppo", "gspo", "cispo", "sapo", "dpo",
 )  # fmt: skip
-COMMON = ("kl_coef", "credit")
-"""Settings of a task's run file that all algorithms share. They choose their own for the others."""
+SHARED = {"kl_coef", "credit"}
+"""Settings of a task's run file that algorithms share. They choose their own for the others."""
+UNUSED = {"dpo": {"kl_coef", "credit"}}
+"""The shared settings that an algorithm has no use for."""
 RESULTS = "results.jsonl"
 PARTS = 4
 WINDOW = 3
@@ -130,9 +132,10 @@ def _play(folder: Path, cell: tuple[str, str, int], args: argparse.Namespace) ->
     name = f"{task}-{algorithm.replace('+', 'p')}-{seed}-{time.time_ns()}"
     values["run"] = {"name": name, "dir": str(folder), "seed": seed, "steps": args.steps}
     values["model"]["path"] = str((folder / task / "warm").resolve())
-    values["eval"]["tasks"] = args.eval_tasks
-    shared = {key: value for key, value in values["algorithm"].items() if key in COMMON}
-    values["algorithm"] = {"name": algorithm, **shared}
+    values["eval"] = {"tasks": args.eval_tasks}
+    kept = SHARED - UNUSED.get(algorithm, set())
+    settings = {key: value for key, value in values["algorithm"].items() if key in kept}
+    values["algorithm"] = {"name": algorithm, **settings}
     file = config.validate_config(RunFile, values, name)
     run_sightline("rl", folder / f"{name}.toml", config.dump_toml(file), "--plain")
     events = [*read_events(RunDir(folder / f"{name}-001").metrics)]
