@@ -66,20 +66,12 @@ class Dataset(Environment):
         self.shows_media = bool(self.images)
         self._reward = build_reward(self.reward, self.reward_args, "[env.args] reward")
         self._prompt_columns = [name for name in dict.fromkeys(_FIELD.findall(self.prompt)) if name]
-        if self.answer in self._prompt_columns:
+        if hidden := [c for c in (self.answer, *self.images) if c in self._prompt_columns]:
+            what = "the answer" if hidden[0] == self.answer else "an image"
             raise ConfigError(
-                f"[env.args] prompt shows the column {self.answer!r}, which is the answer",
-                "remove it. For the word in braces, write {{ and }}",
+                f"[env.args] prompt shows the column {hidden[0]!r}, which is {what}",
+                f"remove it. Braces are {{{{ and }}}}, and an image is {IMAGE}",
             )
-        if shown := [column for column in self.images if column in self._prompt_columns]:
-            raise ConfigError(
-                f"[env.args] prompt shows the column {shown[0]!r} as text, and it has images",
-                f"write {IMAGE} where the image belongs",
-            )
-        try:
-            re.compile(self.answer_pattern)
-        except re.error as error:
-            raise ConfigError(f"[env.args] answer_pattern: {error}", "fix it") from error
         self._num_left_out = 0
         self._files = self._open_files()
         fractions = {"train": 1.0, "eval": self.eval_fraction, "sft": self.sft_fraction}

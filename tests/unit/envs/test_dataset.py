@@ -253,8 +253,7 @@ ROW = {"image": "a.png", "question": "?", "answer": "x"}
         (ROW, {"split_by": ["answer"], "eval_fraction": 1e-9}, "is in the split 'eval'"),
         (ROW, {"colour": 1}, r"\[env.args\] does not fit 'dataset': .*colour"),
         (ROW, {"path": "nowhere"}, "there is no file or folder 'nowhere'"),
-        (ROW, {"prompt": "{image}"}, "prompt shows the column 'image' as text"),
-        (ROW, {"answer_pattern": "("}, "answer_pattern: missing"),
+        (ROW, {"prompt": "{image}"}, "prompt shows the column 'image', which is an"),
     ],
 )
 def test_invalid_row_or_argument_is_refused_at_the_start(
