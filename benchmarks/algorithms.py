@@ -33,7 +33,7 @@ ALGORITHMS = (
 )  # fmt: skip
 SHARED = {"kl_coef", "credit"}
 """Settings of a task's run file that algorithms share. They choose their own for the others."""
-UNUSED = {"dpo": {"kl_coef", "credit"}}
+UNUSED = {"dapo": {"credit"}, "reinforce++": {"credit"}, "dpo": {"kl_coef", "credit"}}
 """The shared settings that an algorithm has no use for."""
 RESULTS = "results.jsonl"
 PARTS = 4

@@ -44,6 +44,13 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "dpo": DPO,
 }
 SETTING = "[algorithm] name"
+_UNUSED = {
+    "dapo": ["credit"],  # its penalty has no turn
+    "reinforce++": ["advantage", "credit"],
+    "ppo": ["advantage"],
+    "dpo": ["advantage", "credit", "loss", "epochs", "minibatches", "kl_coef", "entropy_coef"],
+}
+"""Settings that have no effect with an algorithm, or another than they promise."""
 
 
 def load_algorithm(settings: AlgorithmConfig) -> Algorithm:
@@ -51,12 +58,19 @@ def load_algorithm(settings: AlgorithmConfig) -> Algorithm:
 
     An algorithm from outside the package is first tried on a small batch.
     """
-    algorithm_class = load_named(SETTING, settings.name, ALGORITHMS, "Class")
+    algorithm_class = load_named(SETTING, settings.name, ALGORITHMS, "Class", settings.args)
     if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, Algorithm)):
         raise ConfigError(
             f"{SETTING} = {settings.name!r} is not an Algorithm",
             "derive the class from sightline.algo.algorithm.Algorithm",
         )
+    for name in _UNUSED.get(settings.name, ()):
+        value, default = getattr(settings, name), AlgorithmConfig.model_fields[name].default
+        if value != default:
+            raise ConfigError(
+                f"[algorithm] {name} = {value!r} does not work with {settings.name!r}",
+                f"remove it. The default is {default!r}",
+            )
     args = resolve_references(dict(settings.args), "[algorithm] args")
     try:
         algorithm = algorithm_class(settings, **args)

@@ -14,7 +14,6 @@ from sightline.algo.algorithm import Algorithm, AlgorithmLoss, RolloutBatch
 from sightline.algo.credit import GroupRewards
 from sightline.algo.needs import Needs
 from sightline.config import AlgorithmConfig
-from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
     from sightline.algo.losses import LossInputs
@@ -33,13 +32,6 @@ class DPO(Algorithm):
     def __init__(self, settings: AlgorithmConfig, *, beta: float = 0.1) -> None:
         super().__init__(settings)
         self.beta = beta
-        required = {"epochs": 1, "minibatches": 1, "kl_coef": 0, "entropy_coef": 0}
-        for name, default in required.items():
-            if (value := getattr(settings, name)) != default:
-                raise ConfigError(
-                    f"[algorithm] {name} = {value} does not work with DPO",
-                    f"remove it. The default is {default}",
-                )
 
     def advantages(self, batch: RolloutBatch) -> list[np.ndarray]:
         advantages = [np.zeros(len(sample.trained)) for sample in batch.samples]

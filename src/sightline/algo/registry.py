@@ -37,9 +37,15 @@ Filter = Callable[[Trace], str | None]
 """Takes a trace and returns a verdict, or None if the rollout may train."""
 
 
-def load_named(setting: str, name: str, built_in: Mapping[str, Any], kind: str) -> Any:
+def load_named(
+    setting: str, name: str, built_in: Mapping[str, Any], kind: str, args: Mapping[str, Any]
+) -> Any:
     """Return the function or class that `setting` names, a built-in one or "module:name"."""
-    if name in built_in:
+    if name in built_in:  # a negative argument would reverse the update, and some divide
+        for key, value in args.items():
+            low = 1e-300 if key.split("_")[0] in ("beta", "divisor", "num", "temperature") else 0
+            if isinstance(value, int | float) and not low <= value < float("inf"):
+                raise ConfigError(f"{setting} = {name!r}: {key} = {value}", "set a positive number")
         return built_in[name]
     if ":" not in name:
         raise ConfigError(
@@ -60,7 +66,7 @@ def load_function(
 
     `parameters` names its positional arguments.
     """
-    function = load_named(setting, name, built_in, "function")
+    function = load_named(setting, name, built_in, "function", args)
     if not callable(function):
         raise ConfigError(f"{setting} = {name!r} is not a function", "name a function")
     signature = inspect.signature(function)

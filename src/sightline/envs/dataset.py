@@ -66,10 +66,11 @@ class Dataset(Environment):
         self.shows_media = bool(self.images)
         self._reward = build_reward(self.reward, self.reward_args, "[env.args] reward")
         self._prompt_columns = [name for name in dict.fromkeys(_FIELD.findall(self.prompt)) if name]
-        if self.answer in self._prompt_columns:
+        if hidden := [c for c in (self.answer, *self.images) if c in self._prompt_columns]:
+            what = "the answer" if hidden[0] == self.answer else "an image"
             raise ConfigError(
-                f"[env.args] prompt shows the column {self.answer!r}, which is the answer",
-                "remove it. For the word in braces, write {{ and }}",
+                f"[env.args] prompt shows the column {hidden[0]!r}, which is {what}",
+                f"remove it. Braces are {{{{ and }}}}, and an image is {IMAGE}",
             )
         self._num_left_out = 0
         self._files = self._open_files()
@@ -79,7 +80,7 @@ class Dataset(Environment):
                 raise ConfigError(
                     f"{self.path}: none of the {len(file)} rows is in the split {split!r}; "
                     f"{self._num_left_out} are longer than [env.args] max_chars",
-                    f"change {split}_fraction, split_by (columns that differ), or the split column",
+                    "change the fractions, split_by (columns that differ), or the split column",
                 )
 
     def task(self, index: int, split: str) -> Task:
@@ -111,9 +112,16 @@ class Dataset(Environment):
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
         row, messages = self._read(task, put)
         column = self.demonstration_column or self.answer
-        if row.get(column) is None:
+        if row.get(column) in (None, []):
             raise self._locate(task, column, "it is missing")
-        return [*messages, assistant(_to_text(list_accepted(row[column])[0]))]
+        value, accepts_list = row[column], self.reward in ("exact", "fuzzy", "ocr", "math")
+        is_text = isinstance(value, str) or accepts_list and not isinstance(value, dict)
+        is_number = isinstance(value, int | float) and self.reward != "choice"
+        text = _to_text(list_accepted(value)[0]) if is_text or is_number else ""
+        if not text or self.answer_pattern and find_answer(text, self.answer_pattern) is None:
+            problem = "it is no answer that the reward reads. Set [env.args] demonstration_column"
+            raise self._locate(task, column, problem)
+        return [*messages, assistant(text)]
 
     def _read(self, task: Task, put: Any) -> tuple[dict[str, Any], list[Message]]:
         """Return a row with its prompt. This reads from disk."""
@@ -153,6 +161,11 @@ class Dataset(Environment):
 
         if not (self.eval_path or self.eval_split):
             return dict.fromkeys(SPLITS, open_file(self.path, self.split, self.eval_fraction))
+        if (self.eval_path or self.path, self.eval_split) == (self.path, self.split):
+            raise ConfigError(
+                "[env.args] eval_path and eval_split name the training rows",
+                "name other rows, or leave both empty and set eval_fraction or split_column",
+            )
         file = open_file(self.path, self.split, 0.0)
         held_out = open_file(self.eval_path or self.path, self.eval_split, 1.0)
         return {"train": file, "eval": held_out, "sft": file}
@@ -183,7 +196,7 @@ class Dataset(Environment):
             elif self.split_column:
                 yield number, self._read_split(rows, number, str(row[self.split_column]))
             else:
-                cells = json.dumps([row.get(column) for column in hashed], default=_hash)
+                cells = json.dumps([_drop_path(row.get(c)) for c in hashed], default=_hash)
                 drawn = int(_hash(f"{self.seed}:{cells}"), 16) / 16**HASH_CHARS
                 is_sft = drawn < eval_fraction + self.sft_fraction
                 yield number, "eval" if drawn < eval_fraction else "sft" if is_sft else "train"
@@ -204,6 +217,13 @@ def _to_text(cell: Any) -> str:
     if isinstance(cell, float) and cell.is_integer():
         cell = int(cell)  # tables store a column of integers with gaps as floats
     return str(cell)
+
+
+def _drop_path(cell: Any) -> Any:
+    """Return the bytes of an image cell that has them, and any other cell as it is."""
+    if isinstance(cell, list):
+        return [_drop_path(inner) for inner in cell]
+    return (cell.get("bytes") or cell) if isinstance(cell, dict) else cell
 
 
 def _hash(value: Any) -> str:

@@ -159,6 +159,11 @@ def open_rows(path: str | Path, dataset_split: str = "") -> tuple[TaskRows, Path
                 f"{source} has several files of rows: {', '.join(file.name for file in tables)}",
                 f"name one of them, such as {str(tables[0])!r}",
             )
+    if source.is_file() and dataset_split:
+        raise ConfigError(
+            f"{source} is a file, so it has no split {dataset_split!r}",
+            "leave the name of the split empty. It is for datasets, whose splits have names",
+        )
     if source.is_dir() or (is_dataset_id and not source.exists()):
         rows, folder = _load_with_datasets(str(path), dataset_split), source
     elif not source.exists():

@@ -17,6 +17,7 @@ from sightline.algo.algorithms import ALGORITHMS, build_small_batch, load_algori
 from sightline.algo.credit import GroupRewards, by_constant, rloo
 from sightline.algo.losses import LossInputs, check_algorithm_loss, estimate_kl, load_loss
 from sightline.algo.needs import Needs
+from sightline.algo.registry import load_aggregation
 from sightline.config import AlgorithmConfig
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.wire.array import Array
@@ -339,5 +340,40 @@ def test_dpo_trains_no_half_of_a_pair() -> None:
     cut = [logprobs[0], np.array([-1.0, math.nan])]  # the rest of a cut sample does not train
     batch = replace(batch, policy_logprobs=cut)
     assert all(row.all() for row in build("dpo").advantages(batch))
-    with pytest.raises(ConfigError, match="epochs = 2 does not work with DPO"):
+    with pytest.raises(ConfigError, match="epochs = 2 does not work with 'dpo'"):
         build("dpo", epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("dpo", "loss", "cispo"),
+        ("dpo", "credit", "turn"),
+        ("ppo", "advantage", "rloo"),
+        ("reinforce++", "advantage", "no_std"),
+        ("reinforce++", "credit", "turn"),
+        ("dapo", "credit", "turn"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(name: str, setting: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} = '{value}' does not work with"):
+        build(name, **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("dpo", {"args": {"beta": 0}}),
+        ("dpo", {"args": {"beta": -1}}),
+        ("ppo", {"args": {"value_coef": -1}}),
+        ("ppo", {"args": {"gamma": float("nan")}}),
+        ("grpo", {"advantage_args": {"epsilon": -1}}),
+    ],
+)
+def test_numbers_out_of_range_are_refused(name: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="set a positive number"):
+        build(name, **settings)
+    with pytest.raises(ConfigError, match="ratio_cap = -1"):
+        load_loss("tis", {"ratio_cap": -1})
+    with pytest.raises(ConfigError, match="divisor = 0"):
+        load_aggregation("constant", {"divisor": 0})

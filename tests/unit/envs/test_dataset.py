@@ -143,6 +143,8 @@ def test_a_column_or_another_file_names_held_out_rows(tmp_path: Path, folder: st
     env = Dataset(path, images=[], eval_path=others)
     assert set(rows_of(env, "train")) == set(range(40)) and set(rows_of(env, "eval")) == {0, 1, 2}
     assert "others" in env.describe_task(env.task(0, "eval"))
+    with pytest.raises(ConfigError, match="name the training rows"):
+        Dataset(path, images=[], eval_path=path)
 
 
 @pytest.mark.parametrize("path", ["rows.parquet", "folder"])
@@ -203,6 +205,38 @@ def test_demonstrations_answer_held_out_rows(tmp_path: Path, store: MediaStore) 
         env.demonstration(env.task(0, "sft"), store.put, random.Random(0))
 
 
+@pytest.mark.parametrize(
+    ("answer", "args"),
+    [
+        ([0, 0, 10, 10], {"reward": "iou"}),
+        (["a", "b"], {"reward": "set"}),
+        ({"a": 1}, {"reward": "json"}),
+        (1, {"reward": "choice"}),
+        ("5", {"answer_pattern": "boxed"}),
+    ],
+)
+def test_reference_that_earns_nothing_as_an_answer_is_no_demonstration(
+    tmp_path: Path, store: MediaStore, answer: Any, args: dict[str, Any]
+) -> None:
+    row = {"question": "?", "answer": answer}
+    path = write_rows(tmp_path, [{**row, "part": "sft"}, {**row, "part": "train"}])
+    env = Dataset(path, images=[], split_column="part", eval_fraction=0, **args)
+    with pytest.raises(ConfigError, match="no answer that the reward reads"):
+        env.demonstration(env.task(0, "sft"), store.put, random.Random(0))
+
+
+def test_file_has_no_named_splits(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [ROW] * 9) + "/rows.jsonl"
+    with pytest.raises(ConfigError, match="is a file, so it has no split 'test'"):
+        Dataset(path, eval_split="test")
+
+
+def test_copies_of_an_image_share_a_split(tmp_path: Path) -> None:
+    rows = [{**ROW, "image": {"bytes": "same", "path": f"{n}.png"}} for n in range(99)]
+    with pytest.raises(ConfigError, match="none of the 99 rows is in the split"):
+        Dataset(write_rows(tmp_path, rows), eval_fraction=0.5)
+
+
 ROW = {"image": "a.png", "question": "?", "answer": "x"}
 
 
@@ -221,6 +255,7 @@ ROW = {"image": "a.png", "question": "?", "answer": "x"}
         (ROW, {"split_by": ["answer"], "eval_fraction": 1e-9}, "is in the split 'eval'"),
         (ROW, {"colour": 1}, r"\[env.args\] does not fit 'dataset': .*colour"),
         (ROW, {"path": "nowhere"}, "there is no file or folder 'nowhere'"),
+        (ROW, {"prompt": "{image}"}, "prompt shows the column 'image', which is an"),
     ],
 )
 def test_invalid_row_or_argument_is_refused_at_the_start(

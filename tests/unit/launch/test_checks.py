@@ -69,6 +69,11 @@ def test_a_folder_without_weights_is_refused(refuse, tiny_model: Path, tmp_path:
     assert "sightline model tiny" in refuse(model=tmp_path / "nowhere")
 
 
+def test_a_missing_teacher_is_refused(refuse) -> None:
+    message = refuse('[algorithm]\nname = "distill"\nteacher = "teacher"\n')
+    assert "teacher' is no folder with weights" in message
+
+
 def test_unwritable_store_is_refused(refuse, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file, no folder")
     assert "occupied" in refuse("", f"media.root={tmp_path / 'occupied'}")

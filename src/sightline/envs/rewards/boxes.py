@@ -60,11 +60,11 @@ def points(
 ) -> float:
     """Return the number of reference boxes with a point of their own in the answer, as a fraction.
 
-    A point takes the first free box that it is in. The divisor is the number of boxes or of points,
-    whichever is larger.
+    A point takes the smallest free box that it is in. The divisor is the number of boxes or of
+    points, whichever is larger.
     """
     width, height = _get_scale(row, image, answer_range)
-    free = _read_reference(expected, layout)
+    free = sorted(_read_reference(expected, layout), key=lambda box: _get_area(*box))
     num_boxes, given = len(free), [(x * width, y * height) for x, y in _find_groups(answer, 2)]
     for x, y in given:
         hit = next((b for b in free if b[0] <= x <= b[2] and b[1] <= y <= b[3]), None)

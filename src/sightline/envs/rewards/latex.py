@@ -10,6 +10,7 @@ therefore runs in a child process, which is this file run by its path.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -84,16 +85,22 @@ def compare(answer: str, accepted: list[str]) -> dict[str, Any]:
     """Compare an answer with references, in the child."""
     from math_verify import parse, verify
 
-    given = parse(answer, parsing_timeout=None)
+    # `answer_pattern = "boxed"` removes the delimiters. Of other text, the parser takes a number.
+    is_sentence = re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+(\{[A-Za-z ]*\})?", "", answer))
+    is_expression = not is_sentence and re.search(r"[A-Za-z\\^({[]", answer)
+    given = parse(_delimit(answer) if is_expression else answer, parsing_timeout=None)
     for text in accepted:
-        # The parser looks for LaTeX in its delimiters only.
-        marked = text if "$" in text or "\\boxed" in text else f"${text}$"
-        reference = parse(marked, parsing_timeout=None)
+        reference = parse(_delimit(text), parsing_timeout=None)
         if not reference:
             return {"problem": f"the reference {text!r} has no expression"}
         if verify(reference, given, timeout_seconds=None):
             return {"is_equal": True}
     return {"is_equal": False}
+
+
+def _delimit(text: str) -> str:
+    """Mark an expression as LaTeX: the parser looks for LaTeX in its delimiters only."""
+    return text if re.search(r"(?<!\\)\$|\\boxed|\\\(|\\\[", text) else f"${text}$"
 
 
 def serve(cpu_s: int) -> None:

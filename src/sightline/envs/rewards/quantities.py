@@ -32,19 +32,25 @@ UNITS = {
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
 _NUMBER = re.compile(
     rf"(?<![\w.])(?P<sign>[-+]?)\s?(?P<currency>[$€£]?)(?P<value>{_PLAIN})"
-    rf"(?:\s?/\s?(?P<divisor>{_PLAIN}))?\s?(?P<unit>(?:°[a-z]?|%|[a-z]+)(?:/[a-z]+)?\^?[23]?)?",
+    rf"(?: (?P<above>\d+)(?=/))?(?:\s?/\s?(?P<divisor>{_PLAIN}))?\s?"
+    r"(?P<unit>(?:°[a-z]?|%|[a-z]+)(?:/[a-z]+)?\^?[23]?)?",
     re.IGNORECASE,
 )
+_POWER = re.compile(r"(?:(\d)\s?(?:[x×*·]|\\times|\\cdot)\s?|(?<![\w.]))10\^\{?(-?\d+)\}?")
 
 
 def find_quantity(text: str) -> tuple[float, str, float] | None:
     """Return the last number of a text, its unit's dimension (or "") and size, if there is one."""
-    text = text.replace("\u2212", "-").replace("²", "2").replace("³", "3")
+    text = re.sub(r"\u2212|(?<!\w)\u2013(?=[\d.$€£])", "-", text)
+    text = re.sub(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3})", ",", text)  # narrow spaces of thousands
+    text = text.replace("²", "^2").replace("³", "^3")
+    text = _POWER.sub(lambda power: f"{power[1] or 1}e{power[2]}", text)
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None
     match = matches[-1]
     value, divisor = (float((match[name] or "1").replace(",", "")) for name in ("value", "divisor"))
+    value = value * divisor + float(match["above"]) if match["above"] else value  # 1 1/2
     if not divisor or not math.isfinite(value / divisor):
         return None
     unit = (match["unit"] or "").lower().replace("^", "")
@@ -66,7 +72,7 @@ def number(
     unless `needs_unit`. If it has none, the answer's unit is ignored.
     """
     reference, given = find_quantity(str(expected)), find_quantity(answer)
-    if reference is None:
+    if reference is None or isinstance(expected, list | dict):
         raise ValueError(f"the reference {expected!r} has no number")
     if given is None:
         return 0.0

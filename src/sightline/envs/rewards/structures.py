@@ -35,7 +35,10 @@ def table(answer: str, expected: Any) -> float:
 
     Tables are Markdown, HTML or CSV. A reference may also be a list of rows.
     """
-    reference = expected if isinstance(expected, list) else _read_table(str(expected))
+    if isinstance(expected, list) and all(isinstance(row, list) for row in expected):
+        reference = [["" if cell is None else normalize(cell) for cell in row] for row in expected]
+    else:
+        reference = _read_table(expected) if isinstance(expected, str) else []
     if not reference:
         raise ValueError("the reference is no table")
     return _get_overlap(_read_table(find_block(answer)), reference)
@@ -87,9 +90,12 @@ def json_overlap(answer: str, expected: Any) -> float:
 def json_schema(answer: str, expected: Any, schema: Any = None) -> float:
     """Return 1 if the answer's JSON is valid by `schema`, or else by the reference."""
     library = import_extra("jsonschema", "rewards")
-    registry = import_extra("referencing", "rewards").Registry()  # fetches nothing
+    references = import_extra("referencing", "rewards")
+    registry = references.Registry()  # fetches nothing
     rules = expected if schema is None else schema
     rules = json.loads(rules) if isinstance(rules, str) else rules
+    if not isinstance(rules, dict | bool):
+        raise ValueError(f"{rules!r} is no JSON schema")
     kind = library.validators.validator_for(rules, default=library.Draft202012Validator)
     try:
         kind.check_schema(rules)
@@ -97,6 +103,10 @@ def json_schema(answer: str, expected: Any, schema: Any = None) -> float:
         return float(value is not None and kind(rules, registry=registry).is_valid(value))
     except library.SchemaError as error:
         raise ValueError(f"the schema is not valid: {error.message}") from error
+    except references.exceptions.Unresolvable as error:
+        raise ValueError(f"the schema is not valid: {error}") from error
+    except RecursionError:  # the answer is nested too deeply
+        return 0.0
 
 
 def _find_json(text: str) -> Any:

@@ -11,6 +11,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 _EDGES = " .,;:!?\"'`*_"
+_START = re.compile(r"\A(?:[ ,;:!?\"'`*_]|\.(?!\d))+")
+"""Punctuation before a text. The point of .5 is none."""
 _NOTHING = {"", "none", "nothing", "n/a"}
 
 
@@ -41,7 +43,7 @@ def normalize(value: Any, keep_case: bool = False) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # tables store a column of integers with gaps as floats
     text = " ".join(unicodedata.normalize("NFKC", str(value)).split())
-    text = text.strip(_EDGES) or text
+    text = _START.sub("", text).rstrip(_EDGES) if text.strip(_EDGES) else text
     return text if keep_case else text.casefold()
 
 
@@ -67,6 +69,8 @@ def fuzzy(answer: str, expected: Any, threshold: float = 0.5) -> float:
     text, best = normalize(answer), 0.0
     for reference in map(normalize, list_accepted(expected)):
         longest = max(len(text), len(reference), 1)
+        if 1 - abs(len(text) - len(reference)) / longest < threshold:
+            continue
         best = max(best, 1 - edit_distance(text, reference) / longest)
     return best if best >= threshold else 0.0
 
@@ -85,6 +89,8 @@ def ocr(answer: str, expected: Any, unit: str = "char") -> float:
 
     given, best = split(answer), 0.0
     for reference in map(split, list_accepted(expected)):
+        if len(given) >= 2 * max(len(reference), 1):
+            continue  # at least one error per item of the reference
         errors = edit_distance(given, reference)
         best = max(best, 1 - errors / max(len(reference), 1))
     return best
@@ -99,7 +105,8 @@ def set_overlap(answer: str, expected: Any, separators: str = r"[,;\n]|\band\b")
 
 
 def _read_items(value: Any, separators: str) -> set[str]:
-    items = value if isinstance(value, list | tuple) else re.split(separators, str(value))
+    texts = map(normalize, value) if isinstance(value, list | tuple) else [str(value)]
+    items = [item for text in texts for item in re.split(separators, text)]
     return {re.sub(r"^[-•]\s*", "", normalize(item)) for item in items} - _NOTHING
 
 

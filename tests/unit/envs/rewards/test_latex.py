@@ -34,6 +34,13 @@ def math() -> Iterator[LatexMath]:
         ("no idea", "4", 0),
         ("", "4", 0),
         (r"\frac{", "4", 0),
+        (r"\frac{\pi}{2}", r"\pi/2", 1),  # what `answer_pattern = "boxed"` leaves
+        ("x^2 + 2x + 1", "(x+1)^2", 1),
+        ("(1, 2)", "(1,2)", 1),
+        (r"\$5", "5", 1),
+        ("3x + 2", "2", 0),
+        ("the answer is 4", "4", 1),
+        ("**4**", "4", 1),
     ],
 )
 def test_equal_expressions_earn_one(

@@ -87,6 +87,7 @@ def test_invalid_box_reference_raises(expected: Any) -> None:
         ("(5, 5) (6, 6)", BOX, 0.5),  # a second point costs
         ("(5, 5) (25, 25)", [BOX, [20, 20, 30, 30]], 1),
         ("(5, 5) (6, 6)", [BOX, [20, 20, 30, 30]], 0.5),  # one box, one point
+        ("(5, 5) (15, 5)", [[0, 0, 20, 10], BOX], 1),  # a box around the other
     ],
 )
 def test_points_each_need_a_box(answer: str, expected: Any, reward: float) -> None:
@@ -114,7 +115,11 @@ def test_table_is_the_f1_score_of_its_cells(answer: str, reward: float) -> None:
     assert table(answer, "name,age\nAnn,7") == pytest.approx(reward)
 
 
-@pytest.mark.parametrize("expected", ["", []])
+def test_table_reference_may_have_numbers() -> None:
+    assert table("name,age\nAnn,7", [["name", "age"], ["Ann", 7]]) == 1
+
+
+@pytest.mark.parametrize("expected", ["", [], None, {"name": "Ann"}, ["Ann"]])
 def test_empty_table_reference_raises(expected: Any) -> None:
     with pytest.raises(ValueError, match="the reference is no table"):
         table("a,b", expected)
@@ -199,5 +204,11 @@ def test_json_schema_is_checked(answer: str, reward: float) -> None:
 def test_invalid_schema_raises_and_nothing_is_fetched() -> None:
     with pytest.raises(ValueError, match="the schema is not valid"):
         json_schema("{}", {"type": "thing"})
-    with pytest.raises(Exception, match="(?i)unresolvable"):
+    with pytest.raises(ValueError, match="(?i)unresolvable"):
         json_schema("{}", {"$ref": "http://127.0.0.1:9/schema.json"})
+    with pytest.raises(ValueError, match="None is no JSON schema"):
+        json_schema("{}", None)
+
+
+def test_deep_answer_to_a_recursive_schema_earns_zero() -> None:
+    assert json_schema("[" * 900 + "]" * 900, {"items": {"$ref": "#"}}) == 0
