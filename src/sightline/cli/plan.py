@@ -11,6 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sightline.errors import ConfigError
+
 if TYPE_CHECKING:
     from sightline.launch.memory_plan import MemoryPlan, ProcessPlan
 
@@ -36,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
 
     check_packages()
     file: Any = load_config(detect_file_kind(args.file), args.file, args.overrides)
-    on_gpu = bool(args.gpu_gb) or not runs_on_cpu(file.trainer.device)
-    if args.gpu_gb:
+    on_gpu = args.gpu_gb is not None or not runs_on_cpu(file.trainer.device)
+    if args.gpu_gb is not None:
+        if not 0 < args.gpu_gb < float("inf"):
+            raise ConfigError(f"--gpu-gb {args.gpu_gb:g} is no size", "give the GB of one GPU")
         memory = int(args.gpu_gb * GIGA)
     elif on_gpu:
         from sightline.compute.model import read_gpu_memory

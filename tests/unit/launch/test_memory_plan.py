@@ -267,6 +267,8 @@ def test_a_run_that_does_not_fit_gets_settings_with_which_it_does(
         '[trainer]\ndevice = "cuda"\ncompile_backend = "inductor"\n[inference]\ndevice = "cuda"\n'
     )
     words = ["plan", str(run_file), "--gpu-gb", "141"]
+    assert main([*words[:2], "--gpu-gb", "nan"]) == 2
+    assert "nan is no size" in capsys.readouterr().err
     assert main(words) == 1
     printed = capsys.readouterr().out
     fix = printed.partition("does not fit: append ")[2].split()
