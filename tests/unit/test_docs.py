@@ -155,7 +155,7 @@ def complete(values: dict[str, Any]) -> dict[str, Any]:
         settings["sft"] = {"output_dir": "models/out"}
         values = {name: keys for name, keys in values.items() if name != "env"}
         settings.update({} if "data" in values else {"data": {"path": "talks.jsonl"}})
-    elif "env" not in values:
+    elif not values.get("env", {}).keys() & {"name", "mix"}:
         settings["env"] = {"name": "color_codeword"}
     return {
         name: {**settings.get(name, {}), **values.get(name, {})} for name in {**settings, **values}
