@@ -108,7 +108,7 @@ LOOP_TESTS := $(if $(FULL),tests/loop,$(addprefix tests/loop/test_,laws.py learn
 
 # One process more than there are cores: many tests wait for processes of their own.
 test: $(STAMP) ## the quick tests, which need nothing but Python
-	$(BIN)/python -m pytest tests $(addprefix --ignore=tests/,$(ELSEWHERE)) --shapes $(SHAPED) -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal -m "not gpu and not loop and not launchers and not torchvision and not adapters and not ranks and not vllm and not browser"
+	$(BIN)/python -m pytest tests $(addprefix --ignore=tests/,$(ELSEWHERE)) --shapes $(SHAPED) -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal -m "not gpu and not loop and not launchers and not torchvision and not adapters and not ranks and not vllm and not browser$(if $(FULL),, and not thorough)"
 
 full: ## every suite in full: all broken families, mutants, inputs, 200 faults; takes hours
 	FULL=1 $(MAKE) check test fuzz test-torchvision types test-adapters test-launchers test-vllm test-ranks mutants test-loop test-browser smoke test-wheel bench-small

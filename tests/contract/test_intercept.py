@@ -195,6 +195,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)  # it trains the model first
 def test_tool_calling_model_sees_tool_images(caller: Path, media: CountingStore) -> None:
     """Sample, parse, stream and run calls, and answer with a picture, turn after turn."""

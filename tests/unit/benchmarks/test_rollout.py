@@ -42,6 +42,7 @@ def figures(played: tuple[RehearsalFigures, Path]) -> Iterator[RehearsalFigures]
     yield played[0]
 
 
+@pytest.mark.thorough
 def test_every_turn_request_names_all_previous_images(figures: RehearsalFigures) -> None:
     assert figures.policy.requests == ROLLOUTS * TURNS
     assert figures.policy.slots == ROLLOUTS * (1 + 2 + 3)
@@ -94,6 +95,7 @@ def test_resend_cost_is_counted_from_the_real_images(
     assert figures.resent.held_floats == ROLLOUTS * TURNS * rows
 
 
+@pytest.mark.thorough
 def test_only_new_images_of_a_resent_history_are_stored(tiny_model: Path, tmp_path: Path) -> None:
     plan = RehearsalPlan(2, TURNS, 96, 64, max_tokens=4, uses_agents=True)
     figures = rehearse(plan, tiny_model, tmp_path / "run")
@@ -106,6 +108,7 @@ def test_only_new_images_of_a_resent_history_are_stored(tiny_model: Path, tmp_pa
         assert words in out.getvalue()
 
 
+@pytest.mark.thorough
 def test_turn_cost_does_not_grow_with_rollout_length(
     figures: RehearsalFigures, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_two_attentions_per_layer_are_not_decoded_with_a_cache(folder: Path) -> 
     assert "of the largest logit (1e-04 is allowed)" in problem and "server" not in problem
 
 
+@pytest.mark.thorough
 def test_eval_shows_why_serve_refuses_the_folder(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,7 @@ load_model(path, family, "cpu", "float32")
 """
 
 
+@pytest.mark.thorough
 def test_tiny_smolvlm_is_written_and_loaded_without_a_warning(tmp_path: Path) -> None:
     """Its image of four tiles and a thumbnail has row and column marks."""
     words = [sys.executable, "-c", QUIET, str(tmp_path / "model")]
@@ -191,6 +192,7 @@ def test_template_that_is_hostile_to_one_text_fails_only_that_message(folder: Pa
     assert renderer.render([user("hi")]).token_ids
 
 
+@pytest.mark.thorough
 def test_non_json_tool_call_format_is_refused_with_its_text(
     tmp_path: Path,
 ) -> None:

@@ -141,6 +141,7 @@ print(resolve_checkpoint(sys.argv[1], with_weights=sys.argv[2] == "weights"))
 """
 
 
+@pytest.mark.thorough
 def test_uncached_files_are_fetched_small_ones_first(
     hub: tuple[str, list[str]], tiny_model: Path, tmp_path: Path
 ) -> None:

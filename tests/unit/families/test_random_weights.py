@@ -122,6 +122,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WRITE, str(tmp_path)], capture_output=True, text=True, check=True

@@ -31,6 +31,7 @@ def test_every_type_is_native_trains_or_is_refused() -> None:
     assert set(results.values()) == {NATIVE, REFUSED, TRAINS}
 
 
+@pytest.mark.thorough
 def test_model_whose_body_computes_the_features_trains_as_in_transformers(tmp_path: Path) -> None:
     """Only the body of Janus and DeepSeek-VL has `get_image_features`."""
     answer = try_type("janus", tmp_path)

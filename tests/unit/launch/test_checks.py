@@ -237,6 +237,7 @@ def test_model_unsupported_for_vllm_training_is_refused(refuse, tmp_path: Path) 
     assert "quantized weights" in message and 'engine = "torch"' in message
 
 
+@pytest.mark.thorough
 def test_command_finds_an_environment_next_to_the_run_file(tmp_path: Path) -> None:
     """As a person calls it: the installed script, which Python gives its own folder to search."""
     (tmp_path / "mine.py").write_text(

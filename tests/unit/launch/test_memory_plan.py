@@ -289,6 +289,7 @@ def test_ranks_that_divide_the_tokens_hold_their_part(folders: dict[str, Path]) 
 # --- the examples
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_example_can_be_planned(
     path: Path,

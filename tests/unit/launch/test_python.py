@@ -82,6 +82,7 @@ def test_invalid_part_is_refused_when_the_message_is_built(
         load_renderer(tiny_model, store).render([user(picture())])
 
 
+@pytest.mark.thorough
 def test_documented_code_scores_a_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

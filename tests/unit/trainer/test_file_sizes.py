@@ -41,11 +41,14 @@ def measure(folder: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("sections", "smallest"),
     [
-        ({"lora": LORA, "model": {"train_vision": False}}, True),
-        ({"lora": {**LORA, "publish": "merged"}}, False),
-        ({"model": {"train_vision": False}}, False),
+        pytest.param({"lora": LORA, "model": {"train_vision": False}}, True, id="adapters"),
+        pytest.param(
+            {"lora": {**LORA, "publish": "merged"}}, False, id="merged", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            {"model": {"train_vision": False}}, False, id="frozen tower", marks=pytest.mark.thorough
+        ),
     ],
-    ids=["adapters", "merged", "frozen tower"],
 )
 def test_expected_sizes_are_those_of_the_files_of_a_run(
     run_dir: RunDir, tmp_path: Path, sections: dict[str, Any], smallest: bool

@@ -101,6 +101,7 @@ def test_resume_with_another_base_is_refused_by_name(
     assert not (tmp_path / "exported").exists()
 
 
+@pytest.mark.thorough
 def test_checkpoint_of_an_earlier_release_with_its_base_is_resumed(
     tiny_model: Path, run_dir: RunDir
 ) -> None:

@@ -73,6 +73,7 @@ def test_datasets_library_loads_the_export_with_images(run_dir: RunDir, tmp_path
     assert done.stdout.splitlines()[-1] == f"20 ({first.width}, {first.height})"
 
 
+@pytest.mark.thorough
 def test_export_memory_does_not_grow_with_size(tmp_path: Path) -> None:
     """Compare the peaks of Arrow and Python: six times the rollouts use about the same memory."""
     store = MediaStore(tmp_path / "media")
