@@ -27,8 +27,8 @@ VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.
 	tests/contract/test_chat_endpoint.py \
 	tests/contract/test_text_engine.py tests/contract/test_fuzz.py tests/vllm/test_plugin.py tests/vllm/test_exact.py \
 	tests/vllm/test_export.py tests/vllm/test_run.py tests/vllm/test_server.py
-# Other ways to serve. CI runs the first; FULL=1 runs all, and every kind of the generic family.
-VLLM_WAYS := shards=tensor $(if $(FULL),shards=data family=kimi_k25 family=glm_v)
+# Other ways to serve, with FULL=1: shards, other families, and every kind of the generic family.
+VLLM_WAYS := $(if $(FULL),shards=tensor shards=data family=kimi_k25 family=glm_v)
 VLLM_FAMILY_TESTS := tests/vllm/test_exact.py tests/contract/test_engine.py
 VLLM_SHARD_TESTS := tests/contract/test_engine.py $(if $(FULL),tests/contract/test_engine_adapters.py)
 # Modules whose annotated shapes are checked while tests run (tests/shape_checks.py).
@@ -186,7 +186,8 @@ test-launchers: $(STAMP) .venv-launchers/.installed ## a run on Ray, on Slurm an
 
 # The suites of the generate protocol again, with vLLM as the server, and what only it has.
 test-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the generate protocol on vLLM, in an environment of its own (PATIENCE=4 scales the time limits)
-	$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --timeout 600 --patience $(PATIENCE) $(VLLM_TESTS)
+	$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --timeout 600 --patience $(PATIENCE) \
+		$(if $(FULL),,-m "not thorough") $(VLLM_TESTS)
 	set -e; kinds=$(if $(FULL),$$(PYTHONPATH=.:tests $(BIN)/python -c \
 		'from tests.contract.cases.anyvlm import SERVED_KINDS; print(*(f"family=anyvlm:{kind}" for kind in SERVED_KINDS))')); \
 	for way in $(VLLM_WAYS) $$kinds; do \

@@ -102,6 +102,7 @@ def test_unmodified_vllm_matches_the_trainer(
     assert answers[0]["logprobs"] != answers[1]["logprobs"]
 
 
+@pytest.mark.thorough
 def test_experts_are_exported_and_published_in_vllms_layout(
     media: MediaStore, tmp_path: Path
 ) -> None:
