@@ -10,6 +10,7 @@ from typing import Any
 
 import making
 import numpy as np
+import pytest
 import vllm_servers
 from serving import live
 
