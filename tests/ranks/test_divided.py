@@ -20,7 +20,7 @@ KINDS = {
     "qwen3_5_moe": ("qwen_vl", {"type": "qwen3_5_moe"}),
     "kimi_k25": ("kimi_k25", {}),
 }
-IN_CI = ["qwen3_vl_moe 4 expert=2", "qwen3_vl 4 tensor=2"]
+IN_CI = ["qwen3_vl_moe 4 expert=2", "qwen3_vl 2 tensor=2"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ TYPES = [
     # Padded rows.
     *(("anyvlm", {"type": kind}) for kind in take_first(["gemma4", "gemma3"], 1)),
 ]
-IN_CI = [(TYPES[0], 2), (TYPES[0], 4), (TYPES[-1], 2)]
+IN_CI = [(TYPES[0], 2), (TYPES[-1], 2)]
 
 
 def test_replayed_routes_match_one_rank(step: Callable[..., Found]) -> None:
@@ -61,7 +61,8 @@ def test_loss_and_gradients_match_one_rank(
     ("family", "options", "size", "words"),
     [
         ("qwen_vl", {}, 2, ()),  # several micro-batches, some without an image
-        ("qwen_vl", {}, 4, ("one",)),  # one micro-batch, packed as trees
+        # One micro-batch, packed as trees.
+        pytest.param("qwen_vl", {}, 4, ("one",), marks=pytest.mark.thorough),
         pytest.param("qwen_vl", {"type": "qwen3_vl_moe"}, 2, (), marks=pytest.mark.thorough),
         pytest.param("kimi_k25", {}, 2, (), marks=pytest.mark.thorough),
         pytest.param("glm_v", {}, 4, (), marks=pytest.mark.thorough),

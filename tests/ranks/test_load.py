@@ -42,6 +42,7 @@ def add_meeting(case: str) -> str:
     return f"{case}=127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}"
 
 
+@pytest.mark.thorough
 def test_shards_are_bit_identical_to_the_whole_model(tmp_path: Path) -> None:
     checkpoints = {
         "tied": ("qwen_vl", {"tied": True, "dtype": "bfloat16"}),

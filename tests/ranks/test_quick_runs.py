@@ -15,9 +15,8 @@ from sightline.view.events import by_step, read_events
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize(
-    "victim", [pytest.param("trainer", marks=pytest.mark.thorough), "trainer-1"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", ["trainer", "trainer-1"])
 def test_suspended_rank_is_detected_and_the_run_ends(quick_home: Path, victim: str) -> None:
     job = Job(quick_home, "run.toml", "trainer.stall_timeout_s=10", "run.steps=1000")
     job.wait_for_step(2)

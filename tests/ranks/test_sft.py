@@ -91,7 +91,8 @@ def test_two_ranks_match_one_rank(
         assert float((together[1][name] - one).norm()) <= 1e-2 * float(one.norm()) + 1e-4, name
 
 
-@pytest.mark.parametrize("victim", [pytest.param("sft", marks=pytest.mark.thorough), "sft-1"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", ["sft", "sft-1"])
 def test_killed_rank_ends_all_ranks_and_resume_is_bit_identical(
     sft_home: Path, together: tuple[RunDir, dict[str, torch.Tensor]], victim: str
 ) -> None:

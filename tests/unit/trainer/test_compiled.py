@@ -180,7 +180,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("draw", [trees, rows])
+@pytest.mark.parametrize("draw", [pytest.param(trees, marks=pytest.mark.thorough), rows])
 def test_block_is_one_graph_on_a_gpu(
     tiny_model: Path, store: MediaStore, draw: Any, request: pytest.FixtureRequest
 ) -> None:
@@ -207,6 +207,7 @@ def test_recurrent_layers_are_excluded_from_graphs(tmp_path: Path, store: MediaS
     assert compiled[0][1] > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("as_on_a_gpu")
