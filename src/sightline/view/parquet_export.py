@@ -66,11 +66,11 @@ class Selection:
     """Which rollouts are written: all by default."""
 
     best: int | None = None
-    """How many rollouts of each group, those with the highest rewards."""
+    """How many rollouts of each group, those with the highest rewards. Failed ones do not count."""
     min_reward: float | None = None
 
     def find_ids(self, traces: Path) -> set[str] | None:
-        """Return the ids of the selected rollouts, or None for all. Failed rollouts have no rank."""
+        """Return the ids of the selected rollouts, or None for all."""
         if self.best is None and self.min_reward is None:
             return None
         groups: dict[str, list[tuple[float, str]]] = {}

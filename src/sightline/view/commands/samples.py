@@ -21,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most megabytes of images per rollout (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--best", type=int, metavar="N", help="only the N rollouts of each group with the highest rewards"
+        "--best",
+        type=int,
+        metavar="N",
+        help="only the N rollouts of each group with the highest rewards",
     )
     parser.add_argument(
         "--min-reward", type=float, metavar="X", help="only rollouts with at least this reward"
