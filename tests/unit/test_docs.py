@@ -145,7 +145,9 @@ def test_documented_commands_parse_and_their_run_files_load(page: Path) -> None:
         for combination in expand_overrides(overrides) if overrides else ():
             values: dict[str, Any] = {}
             apply_overrides(values, combination)
-            validate_config(config.RunFile, complete(values), page.name)
+            whole = complete(values)
+            kind = config.SftFile if "sft" in whole else config.RunFile
+            validate_config(kind, whole, page.name)
 
 
 def complete(values: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Memory use is limited to one row group. pandas, DuckDB and the `datasets` librar
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,6 +61,33 @@ _COPIED = ("group_id", "env", "task", "split", "reward", "error", "num_tokens", 
 """Columns that are a trace's attributes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which rollouts are written: all by default."""
+
+    best: int | None = None
+    """How many rollouts of each group, those with the highest rewards. Failed ones do not count."""
+    min_reward: float | None = None
+
+    def find_ids(self, traces: Path) -> set[str] | None:
+        """Return the ids of the selected rollouts, or None for all."""
+        if self.best is None and self.min_reward is None:
+            return None
+        groups: dict[str, list[tuple[float, str]]] = {}
+        for record in read_records(traces):
+            if isinstance(record, SightlineError):
+                continue
+            trace = record.trace
+            if trace.reward is not None and not trace.error:
+                groups.setdefault(trace.group_id, []).append((-trace.reward, trace.id))
+        ranked = [pair for rollouts in groups.values() for pair in sorted(rollouts)[: self.best]]
+        least = -math.inf if self.min_reward is None else self.min_reward
+        return {trace_id for loss, trace_id in ranked if -loss >= least}
+
+
+ALL = Selection()
+
+
 @dataclass(slots=True)
 class ExportCounts:
     rollouts: int = 0
@@ -89,7 +117,11 @@ def _describe_feature(kind: pyarrow.DataType) -> dict[str, Any]:
 
 
 def export_samples(
-    run_dir: RunDir, steps: list[int] | None = None, max_rollout_bytes: int = MAX_ROLLOUT_BYTES
+    run_dir: RunDir,
+    steps: list[int] | None = None,
+    max_rollout_bytes: int = MAX_ROLLOUT_BYTES,
+    selection: Selection = ALL,
+    folder: Path | None = None,
 ) -> Iterator[tuple[str, ExportCounts]]:
     """Write the files. Yield each file's name and counts after it was written."""
     run_dir = get_run_dir(run_dir.path)
@@ -102,8 +134,9 @@ def export_samples(
             raise ConfigError(f"there is no {file}", "name a step that has traces")
         step = trace_files.find_step(file.name)
         verdicts = trace_files.read_verdicts(run_dir, [step]).get(step, {})
-        target = run_dir.samples / f"{file.stem}.parquet"
-        yield target.name, export_step(file, target, store, verdicts, max_rollout_bytes)
+        target = (folder or run_dir.samples) / f"{file.stem}.parquet"
+        counts = export_step(file, target, store, verdicts, max_rollout_bytes, selection)
+        yield target.name, counts
 
 
 def export_step(
@@ -112,6 +145,7 @@ def export_step(
     store: MediaStore,
     verdicts: trace_files.Verdicts,
     max_rollout_bytes: int = MAX_ROLLOUT_BYTES,
+    selection: Selection = ALL,
 ) -> ExportCounts:
     """Write a trace file's rollouts to `target` atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +153,8 @@ def export_step(
     counts = ExportCounts()
     try:
         with pyarrow.parquet.ParquetWriter(part, build_schema(), compression="zstd") as writer:
-            rows = _iterate_rows(traces, store, verdicts, max_rollout_bytes, counts)
+            selected = selection.find_ids(traces)
+            rows = _iterate_rows(traces, selected, store, verdicts, max_rollout_bytes, counts)
             group: list[dict[str, Any]] = []
             num_bytes = 0
             for row in rows:
@@ -148,6 +183,7 @@ def _estimate_bytes(row: dict[str, Any]) -> int:
 
 def _iterate_rows(
     traces: Path,
+    selected: set[str] | None,
     store: MediaStore,
     verdicts: trace_files.Verdicts,
     max_rollout_bytes: int,
@@ -158,8 +194,10 @@ def _iterate_rows(
         if isinstance(record, SightlineError):
             counts.unreadable += 1
             continue
-        counts.rollouts += 1
         trace = record.trace
+        if selected is not None and trace.id not in selected:
+            continue
+        counts.rollouts += 1
         leaf = trace.turns[-1].id if trace.turns else len(trace.nodes) - 1
         path = trace.path(leaf) if trace.nodes else []
         nodes = [trace.nodes[n] for n in path]

@@ -20,7 +20,7 @@ from synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trace import Trace, read_traces, write_traces
-from sightline.view.parquet_export import export_samples, export_step
+from sightline.view.parquet_export import Selection, export_samples, export_step
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,24 @@ def test_row_is_one_rollout_with_each_image_once(run_dir: RunDir) -> None:
         assert int(np.sum(row.sampled)) == len(row.logprobs)
         assert json.loads(row.messages)[0]["role"] == "user"
     assert {f: f.read_bytes() for f in run_dir.path.rglob("*.msgpack")} == before
+
+
+def test_best_rollouts_of_each_group_are_selected(run_dir: RunDir, tmp_path: Path) -> None:
+    import pandas
+
+    traces = [trace for trace in read_traces(run_dir.traces_of(2)) if not trace.error]
+    rewards: dict[str, list[float]] = {}
+    for trace in traces:
+        rewards.setdefault(trace.group_id, []).append(trace.reward or 0.0)
+    assert max(map(len, rewards.values())) > 2
+    list(export_samples(run_dir, [2], selection=Selection(best=2), folder=tmp_path / "best"))
+    frame = pandas.read_parquet(tmp_path / "best" / "step_000002.parquet")
+    found = {group: sorted(rows.reward) for group, rows in frame.groupby("group_id")}
+    assert found == {group: sorted(values)[-2:] for group, values in rewards.items()}
+    least = sorted(max(values) for values in rewards.values())[-1]
+    list(export_samples(run_dir, [2], selection=Selection(1, least), folder=tmp_path / "good"))
+    frame = pandas.read_parquet(tmp_path / "good" / "step_000002.parquet")
+    assert len(frame) and set(frame.reward) == {least}
 
 
 @pytest.mark.browser

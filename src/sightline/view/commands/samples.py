@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sightline.errors import ConfigError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
@@ -18,14 +20,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-image-mb", type=float, default=16.0,
         help="most megabytes of images per rollout (%(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--best",
+        type=int,
+        metavar="N",
+        help="only the N rollouts of each group with the highest rewards",
+    )
+    parser.add_argument(
+        "--min-reward", type=float, metavar="X", help="only rollouts with at least this reward"
+    )
+    parser.add_argument("--to", type=Path, metavar="DIR", help="another folder than RUN/samples")
 
 
 def run(args: argparse.Namespace) -> int:
     from sightline.run import RunDir
-    from sightline.view.parquet_export import export_samples
+    from sightline.view.parquet_export import Selection, export_samples
 
+    if args.best is not None and args.best < 1:
+        raise ConfigError(f"--best {args.best} selects no rollout", "set a positive number")
+    selection = Selection(args.best, args.min_reward)
     max_bytes = int(args.max_image_mb * 1e6)
-    for name, counts in export_samples(RunDir(args.run_dir), args.step, max_bytes):
+    steps = export_samples(RunDir(args.run_dir), args.step, max_bytes, selection, args.to)
+    for name, counts in steps:
         print(
             f"{name}: {counts.rollouts} rollouts, {counts.images} images, {counts.nbytes:,} bytes"
             + (f", {counts.left_out} images left out" if counts.left_out else "")
