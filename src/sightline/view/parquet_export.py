@@ -10,7 +10,6 @@ Memory use is limited to one row group. pandas, DuckDB and the `datasets` librar
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,14 +62,15 @@ _COPIED = ("group_id", "env", "task", "split", "reward", "error", "num_tokens", 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which rollouts are written: all by default."""
+    """Which rollouts are written. The default is all of them."""
 
     best: int | None = None
-    """How many rollouts of each group, those with the highest rewards. Failed ones do not count."""
+    """Number of rollouts per group, those with the highest rewards."""
     min_reward: float | None = None
+    """Least reward of a rollout."""
 
     def find_ids(self, traces: Path) -> set[str] | None:
-        """Return the ids of the selected rollouts, or None for all."""
+        """Return the ids of the selected rollouts, without failed ones, or None for all."""
         if self.best is None and self.min_reward is None:
             return None
         groups: dict[str, list[tuple[float, str]]] = {}
@@ -79,10 +79,13 @@ class Selection:
                 continue
             trace = record.trace
             if trace.reward is not None and not trace.error:
-                groups.setdefault(trace.group_id, []).append((-trace.reward, trace.id))
-        ranked = [pair for rollouts in groups.values() for pair in sorted(rollouts)[: self.best]]
-        least = -math.inf if self.min_reward is None else self.min_reward
-        return {trace_id for loss, trace_id in ranked if -loss >= least}
+                groups.setdefault(trace.group_id, []).append((trace.reward, trace.id))
+        return {
+            trace_id
+            for rollouts in groups.values()
+            for reward, trace_id in sorted(rollouts, reverse=True)[: self.best]
+            if self.min_reward is None or reward >= self.min_reward
+        }
 
 
 ALL = Selection()

@@ -1,6 +1,7 @@
 """`sightline samples`: write rollouts as parquet files, with their images.
 
-Writes samples/step_N.parquet of a run: one row per rollout, with each image once.
+Writes samples/step_N.parquet of a run: one row per rollout, with each image once. `--best` and
+`--min-reward` select rollouts.
 """
 
 from __future__ import annotations
