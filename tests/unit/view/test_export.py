@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 from synthetic_run import SyntheticSize, write_synthetic_run
 
+from sightline.cli.main import main
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trace import Trace, read_traces, write_traces
@@ -54,7 +55,9 @@ def test_row_is_one_rollout_with_each_image_once(run_dir: RunDir) -> None:
     assert {f: f.read_bytes() for f in run_dir.path.rglob("*.msgpack")} == before
 
 
-def test_best_rollouts_of_each_group_are_selected(run_dir: RunDir, tmp_path: Path) -> None:
+def test_best_rollouts_of_each_group_are_selected(
+    run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import pandas
 
     traces = [trace for trace in read_traces(run_dir.traces_of(2)) if not trace.error]
@@ -70,6 +73,8 @@ def test_best_rollouts_of_each_group_are_selected(run_dir: RunDir, tmp_path: Pat
     list(export_samples(run_dir, [2], selection=Selection(1, least), folder=tmp_path / "good"))
     frame = pandas.read_parquet(tmp_path / "good" / "step_000002.parquet")
     assert len(frame) and set(frame.reward) == {least}
+    words = ["samples", str(run_dir.path), "--min-reward", f"{least + 1}", "--to", str(tmp_path)]
+    assert main(words) == 2 and "lower --min-reward" in capsys.readouterr().err
 
 
 @pytest.mark.browser

@@ -42,11 +42,15 @@ def run(args: argparse.Namespace) -> int:
     selection = Selection(args.best, args.min_reward)
     max_bytes = int(args.max_image_mb * 1e6)
     steps = export_samples(RunDir(args.run_dir), args.step, max_bytes, selection, args.to)
+    num_selected = 0
     for name, counts in steps:
+        num_selected += counts.rollouts
         print(
             f"{name}: {counts.rollouts} rollouts, {counts.images} images, {counts.nbytes:,} bytes"
             + (f", {counts.left_out} images left out" if counts.left_out else "")
             + (f", {counts.unreadable} unreadable traces" if counts.unreadable else ""),
             flush=True,
         )
+    if args.min_reward is not None and not num_selected:
+        raise ConfigError(f"no rollout has a reward of {args.min_reward:g}", "lower --min-reward")
     return 0
