@@ -84,9 +84,10 @@ def play(
     renderer, rng = load_renderer(model, store), random.Random(0)
     talks = []
     for i in range(groups):
-        ref = store.put(making.image(rng, image_side, image_side))
+        image = store.put(making.image(rng, image_side, image_side))
+        shown = [image] if renderer.family.shows_media else []
         words = " ".join(rng.choices(making.WORDS, k=3 + 40 * (i % 3)))
-        rendered = renderer.render([user(words, ref)])
+        rendered = renderer.render([user(words, *shown)])
         talks += [
             Talk(list(rendered.token_ids), list(rendered.slots), f"g{i}") for _ in range(group_size)
         ]
@@ -115,7 +116,8 @@ def play(
                 talk.versions += [int(span.version.split("-")[0])] * (span.end - span.start)
             talk.tokens += choice.token_ids
             if turn + 1 < turns:
-                more = renderer.render([user("And now?", store.put(making.image(rng)))])
+                shown = [store.put(making.image(rng))] if renderer.family.shows_media else []
+                more = renderer.render([user("And now?", *shown)])
                 talk.slots += [slot.shift(len(talk.tokens)) for slot in more.slots]
                 talk.tokens += more.token_ids
         between_turns(turn)

@@ -53,7 +53,7 @@ TORCH_ADDRESSES = (
     "families/device_copy.py",
     "families/experts.py",
     "families/gated_delta_net.py",
-    "families/kernel_trial.py",
+    "families/gguf_import.py",
     "families/*/forward.py",
     "families/*/packing_trial.py",
     "families/*/weights_trial.py",

@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen_vl", {"type": "qwen3"}),
     "qwen3_moe": ("qwen_vl", {"type": "qwen3_moe"}),
     "llama": ("llama3", {"tied": True}),
+    "generic": ("anyvlm", {"type": "llama"}),
 }
 TOLERANCE = 1e-5
 

@@ -17,7 +17,11 @@ from sightline.view.events import by_step, read_events
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(900)]
 
-KINDS = {"qwen3": ("--type", "qwen3"), "llama": ("--family", "llama3")}
+KINDS = {
+    "qwen3": ("--type", "qwen3"),
+    "llama": ("--family", "llama3"),
+    "generic": ("--family", "anyvlm", "--type", "llama"),
+}
 IN_WORDS = "env.args.in_words=true"
 WARM_UP_STEPS, STEPS = (200, 100) if IS_FULL else (10, 4)
 SMALL = () if IS_FULL else ("orchestrator.groups_per_step=4", "eval.tasks=8")

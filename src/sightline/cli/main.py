@@ -43,6 +43,7 @@ EXTRA_OF_PACKAGE = {
     "fastapi": "view",
     "pyarrow": "data",
     "peft": "lora",
+    "gguf": "gguf",
     "ray": "ray",
     "obstore": "object-store",
 }

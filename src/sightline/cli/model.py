@@ -1,6 +1,7 @@
-"""`sightline model random DIR`: create a checkpoint with random weights.
+"""`sightline model`: create a checkpoint with random weights, or convert one from a GGUF file.
 
-`sightline model tiny DIR` is its short form. Without `--like`, the checkpoint is tiny.
+`sightline model tiny DIR` is a short form of `sightline model random DIR`. Without `--like`, the
+checkpoint is tiny.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import math
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from sightline.errors import ConfigError
 from sightline.families import registry
@@ -24,10 +26,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, size in (("random", ""), ("tiny", "small ")):
         text = f"write a {size}checkpoint with random weights"
         add_options(actions.add_parser(name, help=text))
+    text = "write a checkpoint with the dequantized weights of a GGUF file"
+    parser = actions.add_parser("import", help=text)
+    parser.add_argument("file", type=Path, metavar="FILE.gguf", help="file of a language model")
+    add_target(parser, "float32")
+
+
+def add_target(parser: argparse.ArgumentParser, dtype: str | None = None) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder for the checkpoint")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default=dtype,
+        help=f"default: {dtype or 'that of the model'}",
+    )
+    parser.add_argument("--force", action="store_true", help="replace the checkpoint in DIR")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder for the checkpoint")
+    add_target(parser)
     names = registry.family_names()
     first = registry.get_default_family()
     parser.add_argument("--family", choices=names, default=first, help="default: %(default)s")
@@ -42,9 +59,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--type", help="model type of the family; an unknown type prints the known ones"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="default: that of the model"
-    )
-    parser.add_argument(
         "--tokenizer",
         type=Path,
         metavar="DIR",
@@ -54,22 +68,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="random seed of the weights; default: %(default)s"
     )
-    parser.add_argument("--force", action="store_true", help="replace the checkpoint in DIR")
 
 
 def run(args: argparse.Namespace) -> int:
     check_target(args.folder, args.force)
-    arguments = {
-        name: getattr(args, name) for name in ("type", "size", "dtype", "tokenizer_folder")
-    }
-    options = {name: value for name, value in arguments.items() if value is not None}
+    is_import = "file" in args
     # The first import of torch takes a while.
-    print(f"{args.family}: writing {args.folder}", file=sys.stderr, flush=True)
-    write_atomically(args.family, args.folder, args.seed, **options)
+    print(f"{args.file if is_import else args.family}: writing {args.folder}", file=sys.stderr)
+    with replace_atomically(args.folder) as folder:
+        if is_import:
+            origin = import_file(args.file, folder, args.dtype)
+        else:
+            origin = write_random(args, folder)
     # The headers of the weight files have the shapes.
     count = sum(map(math.prod, read_shapes(args.folder).values()))
-    print(f"{args.family}: {count:,} parameters, seed {args.seed}\nmodel: {args.folder}")
+    print(f"{count:,} parameters, {origin}\nmodel: {args.folder}")
     return 0
+
+
+def write_random(args: argparse.Namespace, folder: Path) -> str:
+    """Write random weights, and return a description of them."""
+    names = ("type", "size", "dtype", "tokenizer_folder")
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    registry.write_tiny(args.family, folder, seed=args.seed, **options)
+    return f"family {args.family}, seed {args.seed}"
+
+
+def import_file(file: Path, folder: Path, dtype: str) -> str:
+    """Convert a GGUF file, and return a description of its weights."""
+    from sightline.families.gguf_import import import_gguf
+
+    return f"dequantized from {' and '.join(import_gguf(file, folder, dtype))}"
 
 
 def check_target(folder: Path, force: bool) -> None:
@@ -82,15 +111,16 @@ def check_target(folder: Path, force: bool) -> None:
         raise ConfigError(f"{folder} already holds a checkpoint", "add --force to replace it")
 
 
-def write_atomically(family: str, folder: Path, seed: int, **options: Any) -> None:
-    """Write next to `folder` and rename, so that no reader sees an incomplete checkpoint."""
+@contextmanager
+def replace_atomically(folder: Path) -> Iterator[Path]:
+    """Yield a path next to `folder` and rename it, so that no reader sees an incomplete one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch,
         disk_errors(folder, "free space on this disk, or name a folder on another"),
     ):
         written = Path(scratch) / "model"
-        registry.write_tiny(family, written, seed=seed, **options)
+        yield written
         if folder.exists():
             shutil.move(folder, Path(scratch) / "old")
         written.rename(folder)

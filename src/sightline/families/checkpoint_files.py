@@ -45,7 +45,7 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
                 )
             )
         except (OSError, ValueError) as error:
-            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+            problem = first_line(error)
             continue
         needed = [*_REQUIRED_FILES, *([("*.safetensors",)] if with_weights else [])]
         missing = [
@@ -72,6 +72,10 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FamilyError(f"{file} is broken: it is not a JSON object", fix)
     return content
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:

@@ -87,12 +87,11 @@ def _get_folder(path: Path) -> ModuleType:
     claimed = native or claimed
     kind = f"{path} is a {config.get('model_type')!r} checkpoint"
     if not claimed:
-        has_vision = isinstance(config.get("vision_config"), dict)
-        reason = "" if has_vision else ": its config.json has no vision_config"
         raise FamilyError(
-            f"{kind}, which no family supports{reason}",
-            "use a model listed in docs/models.md or any vision-language model with a "
-            "vision_config, or add a family for it (docs/internals/adding_a_family.md)",
+            f"{kind}, which no family supports: its config.json has no vision_config, and names no "
+            "causal language model in `architectures`",
+            "use a model listed in docs/models.md, or add a family for it "
+            "(docs/internals/adding_a_family.md)",
         )
     if len(claimed) > 1:
         raise FamilyError(
@@ -140,9 +139,9 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
     with _refuse_broken(path):
         family = cast(Family, _get_folder(path).load_family(path, overrides))
         family.position_limit = find_position_limit(read_config(path))
-    if exact and family.model_class:
+    if exact and family.model_class and family.shows_media:
         raise ConfigError(
-            f"[model] exact is not supported by the generic family {family.name!r}",
+            f"[model] exact is not supported for images in the generic family {family.name!r}",
             "choose a checkpoint with a native family (docs/models.md), or remove exact",
         )
     if exact and family.packing.carries_state:

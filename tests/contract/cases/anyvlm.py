@@ -136,4 +136,14 @@ KINDS = [
     *take_first(["gemma4", "llava", "idefics3", "gemma3", "mistral3", "llava_tools"], 1),
     *(["internvl", "qwen2_vl", "smolvlm"] * IS_FULL),
 ]
-CASES: tuple[Case, ...] = tuple(map(build_case, KINDS))
+TEXT = Case(
+    "anyvlm_llama",
+    partial(write_kind, "llama"),
+    Images,
+    image_pad="",
+    published_template=None,
+    shows_media=False,
+    takes_tools=False,
+    overrides=(),
+)
+CASES: tuple[Case, ...] = (TEXT, *map(build_case, KINDS))

@@ -102,9 +102,16 @@ def test_image_processor_without_pixel_limits_follows_no_rule_with_limits() -> N
     assert [rule for rule, _ in find_candidates(processor)] == ["fixed"]
 
 
-def test_text_only_checkpoint_without_a_family_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
-    with pytest.raises(FamilyError, match="'gpt_oss' checkpoint.* has no vision_config"):
+def test_text_only_checkpoints_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
+    config = {"model_type": "gpt_oss"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FamilyError, match="'gpt_oss' checkpoint.* names no causal language model"):
+        load_family(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"architectures": ["GptOssForCausalLM"]})
+    )
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(FamilyError, match="cannot compute the attention of GptOssModel"):
         load_family(tmp_path)
 
 

@@ -106,10 +106,17 @@ def test_exact_mode_does_not_pack_trees(model: Path, store: MediaStore) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("kind", ["images", "text"])
 def test_logprobs_equal_the_samplers(
-    model: Path, store: MediaStore, tmp_path: Path, is_exact: bool
+    model: Path, store: MediaStore, tmp_path: Path, is_exact: bool, kind: str
 ) -> None:
-    """Turns with images, groups that share their prompt, and an update between two turns."""
+    """Turns, groups that share their prompt, and an update between two turns.
+
+    The text is for a model of the generic family.
+    """
+    if kind == "text":
+        model = tmp_path / "text"
+        write_tiny("anyvlm", model, type="llama")
     settings = ServerSpec.of(
         path=model, media_roots=(store.root,), device="cpu", max_num_seqs=6,
         prefill_chunk_tokens=13, weights_root="/", exact=is_exact,
@@ -240,6 +247,12 @@ def test_batch_dependent_attention_is_refused(model: Path, monkeypatch: pytest.M
     monkeypatch.setattr(exact.ExactPattern, "_attend", attend)
     with pytest.raises(ConfigError, match="change when 3 and 77 others surround them"):
         load_model(model, load_family(model), "cpu", "float32", ("cpu", "float32"))
+
+
+def test_exact_is_refused_for_generic_models_with_images(tmp_path: Path) -> None:
+    write_tiny("anyvlm", tmp_path / "model")
+    with pytest.raises(ConfigError, match="images in the generic family"):
+        load_family(tmp_path / "model", True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The generic family: any image-and-text checkpoint of transformers that no other family claims.
+"""The generic family: any image-and-text or causal language model of transformers that no other
+family claims.
 
 At the first load, `probe` runs trials on the checkpoint's own processor, chat template and model
 code, in a process that has transformers. It writes its `findings` into the folder, or refuses the
@@ -42,7 +43,8 @@ TIMEOUT_S = 600
 
 
 def claims(config: dict[str, Any]) -> bool:
-    return isinstance(config.get("vision_config"), dict)
+    is_text = any(name.endswith("ForCausalLM") for name in config.get("architectures") or ())
+    return is_text or isinstance(config.get("vision_config"), dict)
 
 
 def load_family(path: Path, overrides: dict[str, int]) -> AnyVLMFamily:

@@ -18,7 +18,7 @@ import numpy as np
 from sightline.regular_file import read_bytes
 
 FILE = "sightline_probe.json"
-VERSION = 10
+VERSION = 11
 """Increased when the probe's findings for the same files change."""
 SOURCES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
@@ -89,6 +89,7 @@ class Findings(msgspec.Struct, frozen=True):
     mark_ids: list[int] = []
     """Other added tokens around and between pads."""
     rule: str = ""
+    """The rule in `layout` for image sizes. Empty for a text-only checkpoint."""
     rule_settings: dict[str, int] = {}
     min_side: int = 1
     """The shortest side of an image. The rule may be wrong for shorter sides."""
@@ -109,6 +110,10 @@ class Findings(msgspec.Struct, frozen=True):
     """Special tokens by their names in chat templates."""
     first_ids: list[int] = []
     """Ids that the tokenizer adds before every prompt and the template does not write."""
+
+    @property
+    def shows_media(self) -> bool:
+        return bool(self.rule)
 
     def cut_row(self) -> Iterator[tuple[RowArray, slice]]:
         """Yield every array with its byte range in a row."""

@@ -21,14 +21,13 @@ from jaxtyping import Float, Int, UInt8
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sightline.errors import FamilyError, SightlineError
 from sightline.families.anyvlm.findings import UNSUPPORTED
-from sightline.families.anyvlm.processor import first_line
 from sightline.families.anyvlm.vision import AnyVLMFamily, join_patches
 from sightline.families.anyvlm.weights_trial import WeightsTrial
-from sightline.families.checkpoint_files import read_json
+from sightline.families.checkpoint_files import first_line, read_json
 from sightline.families.protocol import EngineTrial, Grid
 from sightline.families.transformers_forward import (
     TextForward,
@@ -40,6 +39,11 @@ from sightline.media import MediaRef
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """The names of the argument that marks image tokens."""
+
+
+def find_auto_class(config: Any) -> Any:
+    """Return the class that builds the model of a transformers config."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def find_text(model: Any) -> Any:
@@ -114,7 +118,9 @@ class AnyVLMForward(TextForward):
         ]
         return [*self._text.layers, *max(lists, key=len, default=[])]
 
-    def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid]:
+    def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
+        if not self.family.shows_media:
+            return None
         image = Image.new("RGB", (32, 32), (90, 120, 150))
         item = self.family.item(MediaRef("0" * 64, "image/png", 32, 32, 1))
         return torch.from_numpy(self.family.patches(image, item)), item.grid
@@ -244,5 +250,6 @@ def load(
     path: Path, family: AnyVLMFamily, device: torch.device, dtype: torch.dtype, attention: str
 ) -> AnyVLMForward:
     with refuse_errors(path, f"{path}: the weights cannot be loaded: "):
-        model = load_model(AutoModelForImageTextToText, path, device, dtype, "sdpa")
+        auto = AutoModelForImageTextToText if family.shows_media else AutoModelForCausalLM
+        model = load_model(auto, path, device, dtype, "sdpa")
     return AnyVLMForward(model, family, attention)

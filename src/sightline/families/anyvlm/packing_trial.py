@@ -1,10 +1,10 @@
 """The packing trial, which tests whether sequences may share a row.
 
 The trial builds one layer of each kind from the model's code, with random weights. It runs two
-sequences with images: each alone, as padded rows with the model's own attention, packed into one
-row with causal attention, as a tree, and decoded with a KV cache. A third sequence is much longer
-than the others. The trial does not read the checkpoint's weights. It shortens windows and chunks so
-that the sequences exceed them.
+sequences (with images, if the model takes them): each alone, as padded rows with the model's own
+attention, packed into one row with causal attention, as a tree, and decoded with a KV cache. A
+third sequence is much longer than the others. The trial does not read the checkpoint's weights. It
+shortens windows and chunks so that the sequences exceed them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForImageTextToText
+from transformers import AttentionInterface
 
 from sightline.errors import FamilyError
 from sightline.families.anyvlm.findings import UNSUPPORTED, Findings
-from sightline.families.anyvlm.forward import AnyVLMForward, find_text
-from sightline.families.anyvlm.processor import FOREIGN, first_line
+from sightline.families.anyvlm.forward import AnyVLMForward, find_auto_class, find_text
+from sightline.families.anyvlm.processor import FOREIGN
 from sightline.families.anyvlm.vision import AnyVLMFamily
+from sightline.families.checkpoint_files import first_line
 from sightline.families.rope import pin_frequencies
 from sightline.families.transformers_forward import fill_buffers
 
@@ -143,7 +144,7 @@ def build_tried_model(config: Any) -> Any:
         names = [n for n in vars(part) if n.endswith(("token_id", "token_index"))]
         vars(part).update(dict.fromkeys(names, NUM_IDS - 1))
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        model = find_auto_class(config).from_config(config, dtype=torch.float32)
     text = find_text(model)
     if text is None:
         return None
@@ -197,6 +198,7 @@ def find_difference(path: Path, model: Any, findings: Findings) -> str:
         ids = torch.from_numpy(tokens)
         # One image before the fork, and one after it in each sequence.
         is_image = (ids >= 4) & (ids < 18) | (ids >= 28) & (ids < 34) | (ids >= 42)
+        is_image &= family.shows_media
         places = is_image.nonzero()[:, 0]
         along = torch.from_numpy(at).expand(findings.num_axes, 1, len(at))
         return forward.hidden(ids[None], along, features[ids[places]], places, pattern)[0]

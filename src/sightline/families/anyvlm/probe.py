@@ -20,7 +20,12 @@ import msgspec
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 from transformers.utils import logging as transformers_logging
 
 from sightline.errors import FamilyError, MediaRefused, MessageError, SightlineError
@@ -35,6 +40,7 @@ from sightline.families.anyvlm.findings import (
 )
 from sightline.families.anyvlm.forward import (
     TOKEN_TYPES,
+    find_auto_class,
     find_encoder,
     find_text,
     refuse_errors,
@@ -49,13 +55,19 @@ from sightline.families.anyvlm.processor import (
     check_processor,
     cut_patches,
     find_image_text,
-    first_line,
+    get_tokenizer,
     load_processor,
-    to_template_parts,
+    to_template_content,
     uses_torchvision,
 )
-from sightline.families.anyvlm.render import NUM_MESSAGES, AnyVLMRenderer, draw_history
+from sightline.families.anyvlm.render import (
+    NUM_MESSAGES,
+    AnyVLMRenderer,
+    draw_history,
+    remove_images,
+)
 from sightline.families.anyvlm.vision import AnyVLMFamily
+from sightline.families.checkpoint_files import first_line
 from sightline.families.template_check import find_split, form_calls
 from sightline.families.vision_family import compute_mrope_positions
 from sightline.media import MediaRef
@@ -77,18 +89,30 @@ class Checkpoint:
             config = AutoConfig.from_pretrained(self.path, **OPTIONS)
         except ValueError as error:
             raise FamilyError(first_line(error), UNSUPPORTED) from error
-        if type(config) not in AutoModelForImageTextToText._model_mapping:
+        auto = find_auto_class(config)
+        if type(config) not in auto._model_mapping:
             version = find_version("transformers")
             raise FamilyError(
                 f"transformers {version} has no image-and-text class for {config.model_type!r}",
                 UNSUPPORTED,
+            )
+        if (
+            auto is AutoModelForCausalLM
+            and type(config) in AutoModelForImageTextToText._model_mapping
+        ):
+            raise FamilyError(
+                "it shows images, but its config.json has no vision_config", UNSUPPORTED
             )
         return config
 
     @cached_property
     def model(self) -> Any:
         with torch.device("meta"):
-            return AutoModelForImageTextToText.from_config(self.config)
+            return find_auto_class(self.config).from_config(self.config)
+
+    @property
+    def shows_media(self) -> bool:
+        return hasattr(self.config, "vision_config")
 
     @property
     def base(self) -> Any:
@@ -96,11 +120,12 @@ class Checkpoint:
 
     @cached_property
     def processor(self) -> Any:
+        """The processor, or the tokenizer of a text-only checkpoint."""
         names = ("preprocessor_config.json", "processor_config.json")
-        if not any((self.path / name).is_file() for name in names):
+        if self.shows_media and not any((self.path / name).is_file() for name in names):
             raise FamilyError(
                 f"the folder has neither {' nor '.join(names)}, so transformers cannot load it",
-                "copy these files from the checkpoint. A text-only checkpoint has none",
+                "copy these files from the checkpoint",
             )
         try:
             processor = load_processor(self.path)
@@ -115,8 +140,13 @@ class Checkpoint:
                 f"transformers cannot load it: {first_line(error)}",
                 "install the package that it names, complete the folder, or use another checkpoint",
             ) from error
-        check_processor(processor, self.path)
+        if self.shows_media:
+            check_processor(processor, self.path)
         return processor
+
+    @property
+    def tokenizer(self) -> Any:
+        return get_tokenizer(self.processor)
 
     @cached_property
     def images(self) -> ImageTokens:
@@ -136,7 +166,7 @@ class Checkpoint:
 
 def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:
     model, config = checkpoint.model, checkpoint.config
-    if find_encoder(model) is None:
+    if checkpoint.shows_media and find_encoder(model) is None:
         raise FamilyError(
             f"{type(model).__name__} has no get_image_features, so image features cannot be "
             "computed apart from the text",
@@ -300,9 +330,10 @@ def try_packing_layers(checkpoint: Checkpoint, findings: Findings) -> Findings:
 
 def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
     """Render conversations with our renderer and with the processor, and compare the tokens."""
-    tokenizer = checkpoint.processor.tokenizer
-    _check_prompt(checkpoint, findings.pad_id)
-    question = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    tokenizer, shows_media = checkpoint.tokenizer, checkpoint.shows_media
+    if shows_media:
+        _check_prompt(checkpoint, findings.pad_id)
+    question = [{"role": "user", "content": to_template_content(user("a"), [], shows_media)}]
     text, ids = checkpoint.encode(question)
     num_plain = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     findings = msgspec.structs.replace(
@@ -314,6 +345,7 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
     family = AnyVLMFamily(checkpoint.path, findings)
     renderer = AnyVLMRenderer.load(checkpoint.path, family)
     for messages, prompt in draw_conversations():
+        messages = messages if shows_media else remove_images(messages)
         tools = TRIED_TOOLS if any(m.tool_calls for m in messages) else None
         if tools and not renderer.takes_tools:
             continue
@@ -330,7 +362,8 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
         sizes = [(ref.width, ref.height) for m in messages for ref in m.images]
         images = [Image.new("RGB", size) for size in sizes]
         given = [
-            {"role": m.role, "content": to_template_parts(m, images), **form_calls(m)}
+            {"role": m.role, "content": to_template_content(m, images, shows_media)}
+            | form_calls(m)
             | ({"reasoning_content": m.reasoning} if m.reasoning else {})
             for m in messages
         ]
@@ -398,23 +431,25 @@ def _find_stops(checkpoint: Checkpoint) -> list[int]:
     if (path / "generation_config.json").is_file():
         token_ids = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
     ids = [token_ids] if isinstance(token_ids, int) else list(token_ids or ())
-    last = checkpoint.processor.tokenizer.eos_token_id
+    last = checkpoint.tokenizer.eos_token_id
     return list(dict.fromkeys([*ids, *([last] if last is not None else [])]))
 
 
 Trial = Callable[[Checkpoint, Findings], Findings]
-TRIALS: tuple[tuple[str, Trial], ...] = (
-    ("model class", try_model_class),
-    ("processor", try_processor),
-    ("image pad", try_image_pad),
-    ("image tokens", try_image_tokens),
-    ("arrays", try_arrays),
-    ("positions", try_positions),
-    ("packing", try_packing_layers),
-    ("chat template", try_chat),
-)
+TRIALS: dict[str, Trial] = {
+    "model class": try_model_class,
+    "processor": try_processor,
+    "image pad": try_image_pad,
+    "image tokens": try_image_tokens,
+    "arrays": try_arrays,
+    "positions": try_positions,
+    "packing": try_packing_layers,
+    "chat template": try_chat,
+}
 """The trials by name. Each adds its findings or raises FamilyError. A checkpoint is accepted if all
 trials pass."""
+TEXT_TRIALS = ("model class", "packing", "chat template")
+"""The trials of a text-only checkpoint."""
 
 
 def run_trials(path: Path) -> ProbeAnswer:
@@ -431,10 +466,11 @@ def _run_trials(path: Path) -> ProbeAnswer:
     load_processor.cache_clear()  # files may have changed
     checkpoint = Checkpoint(path)
     findings = Findings(source=digest_sources(path), transformers=find_version("transformers"))
-    for name, trial in TRIALS:
+    for name, trial in TRIALS.items():
         try:
             with refuse_errors(path):
-                findings = trial(checkpoint, findings)
+                if checkpoint.shows_media or name in TEXT_TRIALS:
+                    findings = trial(checkpoint, findings)
         except SightlineError as error:
             return ProbeAnswer(problem=f"the {name} trial failed: {error.problem}", fix=error.fix)
     return ProbeAnswer(findings)

@@ -39,18 +39,16 @@ TORCHVISION = (
 OPTIONS = {"local_files_only": True, "trust_remote_code": False}
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 @lru_cache(maxsize=4)
 def load_processor(path: Path) -> Any:
-    """Load the processor of a checkpoint folder.
+    """Load the processor of a checkpoint folder, or the tokenizer of a text-only one.
 
     Video processors need torchvision. If it is not installed, the processor is built without its
     video part. This also covers modules that import torchvision but process images with Pillow.
     """
     hide_pad_warning()
+    if "vision_config" not in read_json(path / "config.json"):
+        return AutoTokenizer.from_pretrained(path, **OPTIONS)
     try:
         return AutoProcessor.from_pretrained(path, backend="pil", **OPTIONS)
     except (ImportError, ValueError) as error:
@@ -106,13 +104,17 @@ def check_processor(processor: Any, path: Path) -> None:
         )
 
 
+def get_tokenizer(processor: Any) -> Any:
+    return getattr(processor, "tokenizer", processor)
+
+
 def find_image_text(processor: Any) -> str:
     """Return the text that chat templates write for an image, which the processor replaces."""
     return str(getattr(processor, "image_placeholder_token", processor.image_token))
 
 
 def uses_torchvision(processor: Any) -> bool:
-    kinds = type(processor.image_processor).__mro__
+    kinds = type(getattr(processor, "image_processor", None)).__mro__
     return any(kind.__name__ == "TorchvisionBackend" for kind in kinds)
 
 
@@ -192,8 +194,15 @@ def to_array(output: Any) -> np.ndarray:
     return np.asarray(output.float() if is_narrow else output)
 
 
-def to_template_parts(message: Message, images: list[Image.Image]) -> list[dict[str, Any]]:
-    """Return a message's content for `apply_chat_template`, with `images` matched by size."""
+def to_template_content(
+    message: Message, images: list[Image.Image], shows_media: bool
+) -> list[dict[str, Any]] | str:
+    """Return a message's content for `apply_chat_template`, with `images` matched by size.
+
+    The content is a string for a text-only checkpoint, as most of their templates require.
+    """
+    if not shows_media:
+        return message.text
     if not message.content:
         return [{"type": "text", "text": ""}]
     by_size = {image.size: image for image in images}
@@ -218,11 +227,11 @@ def apply_template(
 
     transformers gets a template that only writes the text, which `template` renders within limits.
     """
-    own = processor.chat_template or processor.tokenizer.chat_template
+    own = processor.chat_template or get_tokenizer(processor).chat_template
     if template.source != (own.get("default") if isinstance(own, dict) else own):
         raise FamilyError("transformers finds another chat template in the folder", UNSUPPORTED)
     forms = [{**message, "content": _hide_images(message["content"])} for message in messages]
-    values: dict[str, Any] = dict(processor.tokenizer.special_tokens_map)
+    values: dict[str, Any] = dict(get_tokenizer(processor).special_tokens_map)
     text = template.render(forms, tools, prompt, **values)
     inputs = processor.apply_chat_template(
         messages,
@@ -246,7 +255,9 @@ def process_options(processor: Any) -> dict[str, bool]:
     return options
 
 
-def _hide_images(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _hide_images(parts: list[dict[str, Any]] | str) -> list[dict[str, Any]] | str:
+    if isinstance(parts, str):
+        return parts
     return [{**part, "image": ""} if "image" in part else part for part in parts]
 
 

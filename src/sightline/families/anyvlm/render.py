@@ -38,7 +38,15 @@ from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.renderer import ParsedCompletion
 from sightline.families.turn_parsing import check_arguments, encode_tool
 from sightline.media import MediaRef
-from sightline.message import ImageResolver, Message, ToolCall, assistant, system, user
+from sightline.message import (
+    ImageResolver,
+    Message,
+    TextPart,
+    ToolCall,
+    assistant,
+    system,
+    user,
+)
 from sightline.render import Bridged, ChatTemplate, Rendered, Tokenizer
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem, Slot, Span
@@ -63,6 +71,13 @@ def draw_history(num_messages: int, has_calls: bool = False) -> list[Message]:
     return [message for _ in range(4) for turn in turns for message in turn][:num_messages]
 
 
+def remove_images(messages: Sequence[Message]) -> list[Message]:
+    return [
+        msgspec.structs.replace(m, content=tuple(p for p in m.content if isinstance(p, TextPart)))
+        for m in messages
+    ]
+
+
 def _asks(new: Sequence[Message]) -> bool:
     return any(message.role == "user" for message in new)
 
@@ -85,7 +100,8 @@ class AnyVLMRenderer(TemplateComposer):
         self._template = template
         self._added = tokenizer.added_pattern
         self._part_roles = self._find_part_roles()
-        self.pad_token_ids = (findings.pad_id, *self._find_marks())
+        pads = (findings.pad_id, *self._find_marks()) if family.shows_media else ()
+        self.pad_token_ids = pads
         self._read_turns()
         self.reasoning_format, self.reasoning_refusal = self._find_reasoning_format()
         self.takes_reasoning = self.reasoning_format is not None
@@ -179,6 +195,9 @@ class AnyVLMRenderer(TemplateComposer):
                 histories.append([user("a"), thought, TRIED_ANSWER])
             talks += [(talk, TRIED_TOOLS) for talk in histories]
             added_turns += [[TRIED_ANSWER], [TRIED_ANSWER, TRIED_ANSWER]]
+        if not self._family.shows_media:
+            talks = [(remove_images(talk), tools) for talk, tools in talks]
+            added_turns = list(map(remove_images, added_turns))
         tested: set[Addition] = set()
         rewritten: set[Addition] = set()
         for new in added_turns:

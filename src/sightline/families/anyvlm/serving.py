@@ -36,7 +36,7 @@ def _find_refusal(findings: Findings, text: str | None) -> str:
         return f"{findings.rows_reason}; vLLM uses its own attention kernels"
     if any(array.fill is not None for array in findings.arrays):
         return "it cannot batch images whose arrays change shape with the image size"
-    if not findings.counts_tokens and own is None:
+    if findings.shows_media and not findings.counts_tokens and own is None:
         return f"it asks the processor for the number of image tokens, and {name}'s cannot count"
     if own is not None and text not in (None, own):
         return f"its {name} needs a text model of type {own!r}, and this one is {text!r}"

@@ -52,7 +52,8 @@ class AnyVLMFamily(Family):
         packing = Packing("tree", findings.trees_reason)
         if findings.rows_reason:
             packing = Packing("rows", findings.rows_reason)
-        super().__init__(settings, (findings.pad_id,), packing)
+        self.shows_media = findings.shows_media
+        super().__init__(settings, (findings.pad_id,) if self.shows_media else (), packing)
         self.path = path
         self.findings = findings
         self.has_grid = findings.rule in GRID_RULES

@@ -24,10 +24,10 @@ from sightline.families.anyvlm.findings import UNSUPPORTED
 from sightline.families.anyvlm.processor import (
     apply_template,
     load_processor,
-    to_template_parts,
+    to_template_content,
     uses_torchvision,
 )
-from sightline.families.anyvlm.render import AnyVLMRenderer
+from sightline.families.anyvlm.render import AnyVLMRenderer, remove_images
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.protocol import EngineTrial
 from sightline.families.transformers_forward import TextForward
@@ -61,7 +61,7 @@ class TriedRow:
     """The indices of the tokens that image features replace."""
     features: Float[Tensor, "visual_tokens features"] | None
     fork: int
-    """The end of the last image."""
+    """The end of the last image, or the middle of a text."""
     logits: Float[Tensor, "last vocab"]
     """The model's own logits of the last tokens."""
 
@@ -104,7 +104,7 @@ class WeightsTrial:
             self._try_decoding(self._engine, [long, short], lengths)
 
     def _try_tree(self) -> None:
-        row = self._build_row(_draw_conversation(), 0)
+        row = self._build_row(self._draw_short(), 0)
         tokens, length, fork = row.tokens, len(row.token_ids), row.fork
         tail = length - fork
         tried = {
@@ -152,6 +152,10 @@ class WeightsTrial:
                 UNSUPPORTED,
             )
 
+    def _draw_short(self) -> tuple[list[Message], list[Image.Image]]:
+        messages, images = _draw_conversation()
+        return (messages, images) if self._family.shows_media else (remove_images(messages), [])
+
     def _draw_long(self) -> tuple[list[Message], list[Image.Image]]:
         """Return a conversation of as many tokens as a row may have."""
         limit = LONG_ROW if self._engine is None else self._engine.max_model_len
@@ -159,7 +163,7 @@ class WeightsTrial:
         if self._parameter.device.type == "cpu":
             num_parameters = sum(p.numel() for p in self._forward.model.parameters())
             limit = min(limit, max(LONG_ROW // 2, int(CPU_OPERATIONS / num_parameters)))
-        messages, images = _draw_conversation()
+        messages, images = self._draw_short()
 
         def lengthen(num_words: int) -> list[Message]:
             return [*messages, assistant("no"), user(WORD * num_words + "why?")]
@@ -187,7 +191,7 @@ class WeightsTrial:
             self._family.positions(len(rendered.token_ids), slots)[0].astype(np.int64),
             np.concatenate(pads) if pads else np.zeros(0, dtype=np.int64),
             features,
-            slots[-1].end if slots else 0,
+            slots[-1].end if slots else len(rendered.token_ids) // 2,
             self._run_model(rendered.token_ids, images, messages, last),
         )
 
@@ -196,7 +200,11 @@ class WeightsTrial:
     ) -> Tensor:
         """Return the whole model's `last` logits, or all, for the inputs from its own processor."""
         processor, model = load_processor(self._family.path), self._forward.model
-        talk = [{"role": m.role, "content": to_template_parts(m, images)} for m in messages]
+        shows_media = self._family.shows_media
+        talk = [
+            {"role": m.role, "content": to_template_content(m, images, shows_media)}
+            for m in messages
+        ]
         _, inputs = apply_template(
             processor,
             AnyVLMRenderer.find_template(self._family.path),

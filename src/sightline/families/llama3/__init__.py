@@ -16,7 +16,12 @@ __all__ = ["claims", "load_family", "load_renderer"]
 
 
 def claims(config: dict[str, Any]) -> bool:
-    return config.get("model_type") == "llama"
+    """Claim Llama 3, by its vocabulary or its scaled positions, but no other `llama` checkpoint."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    is_scaled = rope.get("rope_type") == "llama3"
+    return config.get("model_type") == "llama" and (
+        is_scaled or config.get("vocab_size", 0) >= 128_256
+    )
 
 
 def load_family(path: Path, overrides: dict[str, int]) -> Family:
