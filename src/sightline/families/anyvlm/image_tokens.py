@@ -21,8 +21,9 @@ from PIL import Image
 from sightline.errors import FamilyError, MediaRefused
 from sightline.families.anyvlm.findings import UNSUPPORTED, Expansion, Findings
 from sightline.families.anyvlm.layout import RULES, Size
-from sightline.families.anyvlm.processor import FOREIGN, first_line, process
+from sightline.families.anyvlm.processor import FOREIGN, process
 from sightline.families.anyvlm.vision import GRID_RULES, AnyVLMFamily
+from sightline.families.checkpoint_files import first_line
 
 SIZES: tuple[Size, ...] = (
     (5, 7), (16, 16), (33, 95), (300, 20), (64, 640), (97, 1200), (224, 224), (336, 500),
