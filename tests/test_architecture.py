@@ -54,6 +54,7 @@ TORCH_ADDRESSES = (
     "families/experts.py",
     "families/gated_delta_net.py",
     "families/gguf_import.py",
+    "families/*/checkpoint.py",
     "families/*/forward.py",
     "families/*/packing_trial.py",
     "families/*/weights_trial.py",

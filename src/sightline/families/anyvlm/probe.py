@@ -12,24 +12,20 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 from PIL import Image
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     GenerationConfig,
 )
 from transformers.utils import logging as transformers_logging
 
 from sightline.errors import FamilyError, MediaRefused, MessageError, SightlineError
 from sightline.families.anyvlm.answers import TRIED_TOOLS
+from sightline.families.anyvlm.checkpoint import Checkpoint
 from sightline.families.anyvlm.findings import (
     UNSUPPORTED,
     Findings,
@@ -40,22 +36,17 @@ from sightline.families.anyvlm.findings import (
 )
 from sightline.families.anyvlm.forward import (
     TOKEN_TYPES,
-    find_auto_class,
     find_encoder,
     find_text,
     refuse_errors,
 )
-from sightline.families.anyvlm.image_tokens import ImageTokens, count_rows
+from sightline.families.anyvlm.image_tokens import count_rows
 from sightline.families.anyvlm.layout import RULES
 from sightline.families.anyvlm.packing_trial import try_packing
 from sightline.families.anyvlm.processor import (
-    FOREIGN,
-    OPTIONS,
     apply_template,
-    check_processor,
     cut_patches,
     find_image_text,
-    get_tokenizer,
     load_processor,
     to_template_content,
     uses_torchvision,
@@ -67,101 +58,11 @@ from sightline.families.anyvlm.render import (
     remove_images,
 )
 from sightline.families.anyvlm.vision import AnyVLMFamily
-from sightline.families.checkpoint_files import first_line
 from sightline.families.template_check import find_split, form_calls
 from sightline.families.vision_family import compute_mrope_positions
 from sightline.media import MediaRef
 from sightline.message import Message, TextPart, assistant, system, user
-from sightline.render import ChatTemplate
-from sightline.render.protocol import Tools
 from sightline.wire import MediaItem, Slot
-
-
-class Checkpoint:
-    """A checkpoint folder, whose config, processor and model code are loaded on first use."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @cached_property
-    def config(self) -> Any:
-        try:
-            config = AutoConfig.from_pretrained(self.path, **OPTIONS)
-        except ValueError as error:
-            raise FamilyError(first_line(error), UNSUPPORTED) from error
-        auto = find_auto_class(config)
-        if type(config) not in auto._model_mapping:
-            version = find_version("transformers")
-            raise FamilyError(
-                f"transformers {version} has no image-and-text class for {config.model_type!r}",
-                UNSUPPORTED,
-            )
-        if (
-            auto is AutoModelForCausalLM
-            and type(config) in AutoModelForImageTextToText._model_mapping
-        ):
-            raise FamilyError(
-                "it shows images, but its config.json has no vision_config", UNSUPPORTED
-            )
-        return config
-
-    @cached_property
-    def model(self) -> Any:
-        with torch.device("meta"):
-            return find_auto_class(self.config).from_config(self.config)
-
-    @property
-    def shows_media(self) -> bool:
-        return hasattr(self.config, "vision_config")
-
-    @property
-    def base(self) -> Any:
-        return getattr(self.model, "model", self.model)
-
-    @cached_property
-    def processor(self) -> Any:
-        """The processor, or the tokenizer of a text-only checkpoint."""
-        names = ("preprocessor_config.json", "processor_config.json")
-        if self.shows_media and not any((self.path / name).is_file() for name in names):
-            raise FamilyError(
-                f"the folder has neither {' nor '.join(names)}, so transformers cannot load it",
-                "copy these files from the checkpoint",
-            )
-        try:
-            processor = load_processor(self.path)
-        except FOREIGN as error:
-            if "Missing optional dependencies: torchvision" in str(error):
-                raise FamilyError(
-                    "transformers implements it with torchvision only, which is not installed here",
-                    "install the torchvision that matches your torch, in the environments of the "
-                    "server and of the trainer",
-                ) from error
-            raise FamilyError(
-                f"transformers cannot load it: {first_line(error)}",
-                "install the package that it names, complete the folder, or use another checkpoint",
-            ) from error
-        if self.shows_media:
-            check_processor(processor, self.path)
-        return processor
-
-    @property
-    def tokenizer(self) -> Any:
-        return get_tokenizer(self.processor)
-
-    @cached_property
-    def images(self) -> ImageTokens:
-        return ImageTokens(self.path, self.processor)
-
-    @cached_property
-    def template(self) -> ChatTemplate:
-        return AnyVLMRenderer.find_template(self.path)
-
-    def encode(
-        self, messages: list[dict[str, Any]], prompt: bool = True, tools: Tools | None = None
-    ) -> tuple[str, list[int]]:
-        """Return the text of a conversation, and its tokens from the checkpoint's own processor."""
-        text, inputs = apply_template(self.processor, self.template, messages, prompt, tools)
-        return text, [int(token) for token in np.asarray(inputs["input_ids"]).reshape(-1)]
 
 
 def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:
