@@ -148,8 +148,16 @@ class EnvMixEntry(ConfigSection):
     """Keyword arguments for the environment's constructor."""
     weight: float = Field(1.0, gt=0)
     """How often this environment's tasks are drawn, relative to the others."""
+    final_weight: float | None = Field(None, ge=0)
+    """Its weight at the end of the run: training weights change linearly with the run's progress.
+    Unset keeps `weight`."""
     label: str = ""
     """Name of the environment in metrics. Empty uses its own name."""
+
+    def weight_at(self, progress: float) -> float:
+        """Return the weight in training when this fraction of the steps is done."""
+        final = self.weight if self.final_weight is None else self.final_weight
+        return self.weight + progress * (final - self.weight)
 
 
 class EnvConfig(ConfigSection):

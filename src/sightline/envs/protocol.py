@@ -233,7 +233,11 @@ def import_extra(module: str, extra: str) -> Any:
 
 
 class EnvironmentMix(Environment):
-    """Weighted mix of environments. A task's index and split determine its environment."""
+    """Mix of environments. A task's index and split determine its environment.
+
+    In training, the members alternate by index, and the run's task order chooses indices by weight.
+    In other splits, a hash of the index draws a member by weight.
+    """
 
     name = "mix"
 
@@ -250,6 +254,8 @@ class EnvironmentMix(Environment):
         self._stops = list(itertools.accumulate(weight for _, weight in members))
 
     def choose_environment(self, index: int, split: str) -> Environment:
+        if split == "train":
+            return self.members[index % len(self.members)]
         drawn = hashlib.blake2b(f"{split}:{index}".encode(), digest_size=8).digest()
         at = int.from_bytes(drawn, "big") / 2**64 * self._stops[-1]
         return self.members[min(bisect.bisect_right(self._stops, at), len(self.members) - 1)]
@@ -264,5 +270,5 @@ def build_environment(env: EnvConfig) -> Environment:
         member = load_environment(share.name, share.args)
         if share.label:
             member.name = share.label
-        members.append((member, share.weight))
+        members.append((member, share.weight_at(0.5)))
     return EnvironmentMix(members)

@@ -96,6 +96,7 @@ def build(
         config.run.seed,
         progress.tasks,
         lambda: progress.step / config.run.steps,
+        config.env.mix,
     )
     rollouts = RolloutScheduler(
         RolloutDispatcher(send, workers, config.rollout.max_in_flight),

@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 import msgspec
 
 from sightline.algo.registry import load_function, try_function
-from sightline.config.sections import OrchestratorConfig
+from sightline.config.sections import EnvMixEntry, OrchestratorConfig
 from sightline.errors import ConfigError
 from sightline.rollout.evaluation import derive_seed
 
@@ -109,13 +109,21 @@ class TaskOrder:
         seed: int,
         records: dict[int, TaskRecord],
         get_progress: Callable[[], float],
+        mix: Sequence[EnvMixEntry] = (),
     ) -> None:
         self._choose, self._seed, self._get_progress = function, seed, get_progress
         self.records = records
+        self._mix = mix
 
     def choose(self, group: int) -> int:
         rng = random.Random(derive_seed(self._seed, f"task of g{group}"))
-        return self._choose(group, self._get_progress(), self.records, rng)
+        progress = self._get_progress()
+        task = self._choose(group, progress, self.records, rng)
+        if self._mix and self._choose is sequential:
+            # The members of a mix alternate by task.
+            weights = [member.weight_at(progress) for member in self._mix]
+            return task * len(weights) + rng.choices(range(len(weights)), weights)[0]
+        return task
 
     def add(self, task: int, rewards: Sequence[float]) -> bool:
         """Record a group's rewards. Return whether its task is now set aside.

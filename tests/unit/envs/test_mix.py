@@ -10,6 +10,7 @@ import pytest
 from sightline.config import RunFile, validate_config
 from sightline.envs.protocol import build_environment
 from sightline.errors import ConfigError
+from sightline.orchestrator.task_order import TaskOrder, sequential
 
 
 def run_file(**env: Any) -> RunFile:
@@ -26,14 +27,27 @@ MIXED: dict[str, Any] = {
 
 def test_mix_chooses_environments_by_weight_deterministically() -> None:
     env = build_environment(run_file(**MIXED).env)
-    drawn = [env.choose_environment(i, "train") for i in range(4000)]
+    drawn = [env.choose_environment(i, "eval") for i in range(4000)]
     share = Counter(member.name for member in drawn)
     assert 0.72 < share["color_codeword"] / 4000 < 0.78
-    assert [env.choose_environment(i, "train") for i in range(4000)] == drawn
+    assert [env.choose_environment(i, "eval") for i in range(4000)] == drawn
     for index in range(20):
         member = env.choose_environment(index, "eval")
         squares = 2 if member.name == "color_codeword" else 4
         assert len(member.task(index, "eval").data) == 3 * squares
+
+
+def test_weights_of_a_mix_change_with_the_progress() -> None:
+    changing = {"mix": [MIXED["mix"][0] | {"final_weight": 0.0}, MIXED["mix"][1]]}
+    config = run_file(**changing).env
+    env, progress = build_environment(config), 0.0
+    order = TaskOrder(sequential, 0, {}, lambda: progress, config.mix)
+    for at, share in ((0.0, 3 / 4), (0.5, 1.5 / 2.5), (1.0, 0.0)):
+        progress = at
+        tasks = [order.choose(group) for group in range(2000)]
+        assert len(set(tasks)) == 2000 and tasks == [order.choose(g) for g in range(2000)]
+        names = [env.choose_environment(task, "train").name for task in tasks]
+        assert abs(names.count("color_codeword") / 2000 - share) < 0.04
 
 
 @pytest.mark.parametrize(
