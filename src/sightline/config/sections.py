@@ -229,6 +229,10 @@ class OrchestratorConfig(ConfigSection):
     max_lag: int = Field(1, ge=0)
     """Maximum staleness: policy versions between sampling and training. 0 is on-policy and waits
     for every update."""
+    replay_groups: int = Field(0, ge=0)
+    """Number of earlier groups that each batch trains again. 0 turns the replay buffer off."""
+    replay_max_age: int = Field(4, ge=1)
+    """Number of steps for which a trained group may train again."""
     diagnostics_every: int = Field(25, ge=0)
     """Steps between measurements of the mismatch at lag 0 and of whether the model uses its images.
     Each delays one step. 0 measures only when it costs nothing."""

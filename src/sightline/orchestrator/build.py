@@ -16,6 +16,7 @@ from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.evaluator import BackgroundEvaluator, Evaluator, RewardGoal
 from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.policies import UNKNOWN_VERSION, PolicyUpdater, PublishedPolicies
+from sightline.orchestrator.replay import ReplayBuffer
 from sightline.orchestrator.rollout_scheduler import (
     RolloutDispatcher,
     RolloutScheduler,
@@ -141,6 +142,9 @@ def build(
             keep_truncated=config.rollout.keep_truncated,
         ),
         task_order=task_order,
+        replay=ReplayBuffer.open(
+            run_dir, settings.replay_groups, settings.replay_max_age, config.run.seed
+        ),
         run_state=run_state,
         observer=observer,
         evaluator=evaluator,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import chain
 
 from msgspec import structs
 
@@ -33,6 +34,7 @@ from sightline.config.sections import OrchestratorConfig
 from sightline.errors import SMALLER_IMAGES, MediaError, NoTrainableSamples, summarize_traceback
 from sightline.orchestrator.evaluator import BackgroundEvaluator, Evaluator, RewardGoal
 from sightline.orchestrator.policies import PolicyUpdater, PublishedPolicies
+from sightline.orchestrator.replay import ReplayBuffer
 from sightline.orchestrator.rollout_scheduler import Group, RolloutScheduler
 from sightline.orchestrator.run_state import RunState, is_bad_media
 from sightline.orchestrator.step_metrics import StepCollection, StepMetrics
@@ -50,6 +52,7 @@ class Orchestrator:
     policies: PublishedPolicies
     judge: GroupJudge
     task_order: TaskOrder
+    replay: ReplayBuffer
     run_state: RunState
     observer: StepMetrics
     """Records metrics. It never blocks the loop and never fails the run."""
@@ -93,9 +96,15 @@ class Orchestrator:
             if collection is None:
                 return step - 1
             self._check_bad_media(collection)
+            replayed = self.replay.draw(step)
+            collection.num_replayed = len(replayed)
+            samples = [*collection.samples, *chain(*replayed.values())]
+            # The order of arrival depends on timing, and a sum's bits on the order.
+            samples.sort(key=lambda sample: sample.trace_id)
+            batch = Batch(step, samples, replayed=list(replayed))
+            self.replay.add(batch)
             ready = self.run_state.write_step(
-                # The order of arrival depends on timing, and a sum's bits on the order.
-                Batch(step, sorted(collection.samples, key=lambda sample: sample.trace_id)),
+                batch,
                 collection.traces,
                 collection.ids_by_verdict,
                 self.rollouts.next_group,
@@ -116,7 +125,9 @@ class Orchestrator:
         if bad := int(published.metrics.get("bad_media") or 0):
             self.run_state.progress.bad_samples[str(published.version)] = bad
         self.judge.epochs[published.version] = published.epoch
-        self.run_state.remove_covered_batches(published.checkpoint_step)
+        self.run_state.remove_covered_batches(
+            published.checkpoint_step - self.replay.num_kept_steps
+        )
         if self.background_evaluator is not None:
             self.background_evaluator.publish(published)
         self.policy.publish(published)

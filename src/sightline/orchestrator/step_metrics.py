@@ -42,6 +42,8 @@ class StepCollection:
     num_without_signal: int = 0
     num_resampled: int = 0
     """Number of groups without signal that were replaced."""
+    num_replayed: int = 0
+    """Number of earlier groups that train again."""
     num_empty: int = 0
     """Number of complete batches that were discarded because they had no signal."""
     num_dropped: int = 0
@@ -151,6 +153,7 @@ class StepMetrics:
             groups=collection.num_groups,
             no_signal_rate=collection.num_without_signal / max(collection.num_judged, 1),
             groups_replaced=collection.num_resampled,
+            groups_replayed=collection.num_replayed,
             tasks_set_aside=sum(t.is_set_aside for t in self.run_state.progress.tasks.values()),
             truncated=played.num_truncated,
             truncated_rate=played.num_truncated / num_played,

@@ -103,6 +103,8 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     samples: list[Sample]
     schema: int = SAMPLE_SCHEMA
+    replayed: list[str] = []
+    """Ids of groups that an earlier batch has trained, too."""
 
     def __post_init__(self) -> None:
         check_schema(self.schema, SAMPLE_SCHEMA, "batch", OLDEST_SCHEMA)

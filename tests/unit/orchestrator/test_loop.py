@@ -18,6 +18,7 @@ from sightline.message import assistant, user
 from sightline.orchestrator.evaluator import STEPS_BETWEEN, Evaluator, RewardGoal
 from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.policies import PolicyUpdater, PublishedPolicies
+from sightline.orchestrator.replay import ReplayBuffer
 from sightline.orchestrator.rollout_scheduler import RolloutDispatcher, RolloutScheduler
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.step_metrics import StepCollection
@@ -34,6 +35,7 @@ from sightline.wire.control import (
     RolloutRequest,
     RolloutResult,
 )
+from sightline.wire.sample import Batch
 
 
 class World:
@@ -58,6 +60,7 @@ class World:
             events, [self.adopt], run_dir.weights, open_blobs(run_dir.media)
         )
         self.task_order = TaskOrder(sequential, 0, {}, lambda: 0.0)
+        self.replay = ReplayBuffer()
         self.rollouts = RolloutScheduler(
             RolloutDispatcher(self.send, ["w"]), group_size=2, temperature=1.0, seed=0,
             next_group=self.run_state.progress.next_group,
@@ -72,6 +75,7 @@ class World:
             policies=PublishedPolicies("", self.run_dir.weights, owns_servers=True),
             judge=GroupJudge(self.max_lag, GRPO(AlgorithmConfig(kl_coef=0.1 * self.keeps_all)), []),
             task_order=self.task_order,
+            replay=self.replay,
             run_state=self.run_state,
             observer=self,
             evaluator=Evaluator(self.rollouts, self.run_state, events, self.run_dir, 0, 1.0),
@@ -422,3 +426,29 @@ def test_truncated_rollouts_end_the_run_naming_their_limit(run_dir: RunDir) -> N
     with pytest.raises(NoTrainableSamples, match="cut short: the prompt of turn 1") as caught:
         play(world, range(1, 3))
     assert "max_pixels" in caught.value.fix
+
+
+def test_replayed_groups_are_young_and_the_same_after_a_resume(tmp_path: Path) -> None:
+    """With covered batches removed, as after a checkpoint of every step."""
+
+    def run(name: str, stop_at: int) -> list[Batch]:
+        run_dir = RunDir(tmp_path / name)
+        run_dir.make()
+        announced = []
+        for steps in (range(1, stop_at + 1), range(stop_at + 1, 9)):
+            world = World(run_dir, max_lag=0)
+            world.policy.version = steps.start - 1
+            world.replay = ReplayBuffer.open(run_dir, num_groups=2, max_age=3, seed=0)
+            play(world, steps)
+            announced += world.announced
+            world.run_state.remove_covered_batches(stop_at - world.replay.num_kept_steps)
+        return [Batch.from_bytes(ready.data) for ready in announced]
+
+    batches = run("whole", 8)
+    first_step = {f"g{i}": 1 + i // 3 for i in range(24)}
+    for batch in batches:
+        ages = [batch.step - first_step[name] for name in batch.replayed]
+        assert len(ages) == min(2, 3 * (batch.step - 1)) and all(0 < age <= 3 for age in ages)
+        assert len(batch.samples) == 2 * (3 + len(ages))
+    assert {b.step - first_step[name] for b in batches for name in b.replayed} == {1, 2, 3}
+    assert run("resumed", 5) == batches

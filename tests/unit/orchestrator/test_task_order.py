@@ -120,7 +120,7 @@ def test_documented_curriculum_grows_with_the_progress(monkeypatch: pytest.Monke
     module = ModuleType("my_tasks")
     exec(code, module.__dict__)
     monkeypatch.setitem(sys.modules, "my_tasks", module)
-    built_in, own = (
+    built_in, own, _ = (
         tomllib.loads(text)["orchestrator"] for text in re.findall(r"```toml\n(.*?)```", page, re.S)
     )
     load_task_order(OrchestratorConfig.model_validate(built_in))
