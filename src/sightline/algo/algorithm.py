@@ -114,7 +114,7 @@ def get_group_rewards(traces: Sequence[Trace]) -> GroupRewards:
 
 class AlgorithmLoss(NamedTuple):
     token_loss: PerToken
-    """The loss of each trained token. The learner weighs it by `[algorithm] aggregation`."""
+    """The loss of each trained token. The learner weights it by `[algorithm] aggregation`."""
     metrics: dict[str, PerToken]
     """A number per trained token and name. The step reports their means."""
 

@@ -50,7 +50,7 @@ _UNUSED = {
     "ppo": ["advantage"],
     "dpo": ["advantage", "credit", "loss", "epochs", "minibatches", "kl_coef", "entropy_coef"],
 }
-"""Settings that have no effect with an algorithm, or another than they promise."""
+"""Settings that an algorithm ignores, or to which it would give a different meaning."""
 
 
 def load_algorithm(settings: AlgorithmConfig) -> Algorithm:

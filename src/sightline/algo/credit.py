@@ -23,7 +23,7 @@ AdvantageFunction = Callable[[Rewards], Advantages]
 
 
 def grpo(rewards: Rewards, *, epsilon: float = 1e-6) -> Advantages:
-    """A = (R - mean R) / (std R + epsilon): group-relative, in units of the group's deviation."""
+    """A = (R - mean R) / (std R + epsilon): group-relative, in standard deviations."""
     return no_std(rewards) / (rewards.std() + epsilon)
 
 
@@ -43,7 +43,7 @@ ADVANTAGES = {"grpo": grpo, "no_std": no_std, "rloo": rloo}
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """The rewards of the rollouts of one task that may train."""
+    """The rewards of one task's trainable rollouts."""
 
     rewards: Float[np.ndarray, " rollouts"]
     """One reward per rollout."""

@@ -1,4 +1,4 @@
-"""DPO: prefer the better of two rollouts, by what it gained over a reference.
+"""DPO: prefer the better of two rollouts, by its gain over a reference.
 
 This module loads no torch, as `sightline.algo.algorithm` explains.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class DPO(Algorithm):
     """-log sigmoid(beta (G_best - G_worst)), with a rollout's gain G = log pi - log ref.
 
-    The pair are a group's best and worst rollouts; ref is `[algorithm] teacher`, or the starting
+    The pair is a group's best and worst rollout. ref is `[algorithm] teacher`, or the starting
     checkpoint. The gains are known before the update, so the gradient is that of -A log pi with
     A = beta sigmoid(-beta (G_best - G_worst)) for the best rollout and -A for the worst.
     """

@@ -113,10 +113,10 @@ def expand_groups(
 
 
 class DAPO(GRPO):
-    """GRPO that takes up to 1 off the reward of rollouts that are almost too long.
+    """GRPO that subtracts up to 1 from the reward of rollouts close to the length limit.
 
     The penalty is 0 up to `max_sampled_tokens - buffer` sampled tokens, and grows linearly to 1 at
-    `max_sampled_tokens`. 0 switches it off.
+    `max_sampled_tokens`. 0 turns it off.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class DAPO(GRPO):
 
 
 class ReinforcePlusPlus(GRPO):
-    """REINFORCE++: rewards minus a baseline, divided by the deviation of the whole batch.
+    """REINFORCE++: rewards minus a baseline, divided by the standard deviation of the whole batch.
 
     The baseline is the mean reward of the batch or, with `baseline = "group"`, of the group.
     """

@@ -1,8 +1,8 @@
-"""Policy losses, in the letters of their papers.
+"""Policy losses, in the notation of their papers.
 
 A loss takes `LossInputs` and returns a `LossOutput`: the loss of every trained token, and which of
 them were clipped. `[algorithm] loss` chooses it, with keyword arguments from `loss_args`. The
-algorithm adds its KL and entropy terms, and the learner weighs the tokens.
+algorithm adds its KL and entropy terms, and the learner weights the tokens.
 
 Letters: S trained tokens, V vocabulary; pi the trainer's policy, mu the sampler's, r = pi / mu the
 importance ratio of a token, A its advantage, sg a value without gradient.
@@ -110,7 +110,7 @@ def tis(inputs: LossInputs, *, ratio_cap: float = 2.0, level: Level = "token") -
 def mis(
     inputs: LossInputs, *, low: float = 0.5, high: float = 2.0, level: Level = "token"
 ) -> LossOutput:
-    """-sg(r if low <= r <= high else 0) A log pi: tokens far from the sampler do not train.
+    """-sg(r if low <= r <= high else 0) A log pi: tokens far from the sampler get no gradient.
 
     `level` is that of `tis`.
     """
@@ -190,7 +190,7 @@ def estimate_kl(logprobs: PerToken, reference_logprobs: PerToken, name: str) -> 
     """Estimate KL(pi || ref) from sampled tokens, with d = log ref - log pi.
 
     k2 is d^2 / 2: biased, but its gradient is that of the KL. k3 is exp(d) - 1 - d: unbiased and
-    never negative. k1 = -d is no loss, since the mean of its gradient is 0.
+    never negative. k1 = -d is not a loss, since its expected gradient is 0.
     """
     d = reference_logprobs - logprobs
     return d.square() / 2 if name == "k2" else torch.expm1(d) - d

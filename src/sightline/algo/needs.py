@@ -17,12 +17,12 @@ class Needs(NamedTuple):
     entropy_gradient: bool = False
     """The policy's entropy at each trained token, with its gradient."""
     values: bool = False
-    """Values of the trained tokens, by the algorithm's value head."""
+    """Values of the trained tokens, from the algorithm's value head."""
     teacher_logprobs: bool = False
     """Logprobs of the trained tokens under `[algorithm] teacher`. If it is unset, under the run's
     first checkpoint."""
     turn_rewards: bool = False
-    """A reward for every turn: truncated rollouts without them do not train."""
+    """A reward for every turn. Truncated rollouts without them are dropped."""
 
     @property
     def reference(self) -> bool:

@@ -1,4 +1,4 @@
-"""Verdicts: which rollouts of a group train. Every rollout gets one, and all are counted.
+"""Decide which rollouts of a group are trained on. Every rollout gets a verdict, which is counted.
 
 A dropped rollout is never packed, and its images are never materialized.
 """
@@ -30,23 +30,23 @@ class GroupVerdict:
     lags: list[int]
     """The age of each trace in the batch, in versions."""
     fills_place: bool
-    """Whether the group counts towards the batch. A stale or broken one is played again."""
+    """Whether the group counts towards the batch. A stale or broken group is replaced."""
     has_signal: bool
     """Whether the group trains on more than a KL term."""
 
 
 @dataclass
 class GroupJudge:
-    """Decides which rollouts of a group train."""
+    """Decides which rollouts of a group are trained on."""
 
     max_lag: int
     algorithm: Algorithm
     """Decides which groups carry a signal."""
     filters: Sequence[Filter] = ()
     keep_truncated: bool = True
-    """Whether a truncated rollout trains with its reward."""
+    """Whether truncated rollouts are trained on with their reward."""
     epochs: dict[int, int] = field(default_factory=dict)
-    """The epoch of each version that was retrained with other bits."""
+    """The epoch of each version that was recomputed with different bits."""
 
     def judge(self, traces: Sequence[Trace], step: int) -> GroupVerdict:
         """Decide for `step`, which trains policy version step-1."""

@@ -1,7 +1,7 @@
 """`sightline check`: check whether a run can start.
 
-Runs the checks of a run's start and plays three tasks of an RL run up to their first prompt. Prints
-one line per check. Stops at the first problem and prints a fix.
+Runs the checks that a run makes at its start, and runs three tasks of an RL run up to their first
+prompt. Prints one line per check. Stops at the first problem and prints a fix.
 """
 
 from __future__ import annotations

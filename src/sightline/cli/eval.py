@@ -1,6 +1,6 @@
 """`sightline eval ENV`: score a model on an environment's held-out tasks.
 
-The model is an OpenAI endpoint or a checkpoint. It is evaluated as in a run: with the same player,
+The model is an OpenAI endpoint or a checkpoint. It is evaluated as in a run: with the same code,
 seeds, prompts and limits. `--run` takes all of these from a run, to repeat its evaluation.
 """
 

@@ -1,7 +1,7 @@
-"""`sightline plan`: print the memory that each process of a run will hold.
+"""`sightline plan`: estimate the memory that each process of a run needs.
 
-Starts nothing and reads no weights. Prints settings with which the run fits if it does not, and
-ends with 1.
+Starts nothing and reads no weights. If the run does not fit, it prints settings with which it
+does, and exits with status 1.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     on_gpu = args.gpu_gb is not None or not runs_on_cpu(file.trainer.device)
     if args.gpu_gb is not None:
         if not 0 < args.gpu_gb < float("inf"):
-            raise ConfigError(f"--gpu-gb {args.gpu_gb:g} is no size", "give the GB of one GPU")
+            raise ConfigError(f"--gpu-gb {args.gpu_gb:g} is not a size", "give the GB of one GPU")
         memory = int(args.gpu_gb * GIGA)
     elif on_gpu:
         from sightline.compute.model import read_gpu_memory

@@ -1,7 +1,7 @@
 """`sightline serve MODEL`: serve a checkpoint.
 
-Options carry the names of settings: those of [model] and [inference] in a run file, and those that
-a server alone has.
+Options have the names of the settings in [model] and [inference] of a run file. Some options exist
+only for a server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`sightline try ENV`: play a few tasks of an environment and check it for problems.
+"""`sightline try ENV`: run a few tasks of an environment and check it for problems.
 
 Uses a tiny random model unless `--model` names one. Shows images, prompts, answers and rewards, and
 exits with status 1 if it finds a problem. The rollouts are kept in a run directory.

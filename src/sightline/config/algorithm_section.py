@@ -27,7 +27,7 @@ class AlgorithmConfig(ConfigSection):
     name: str = "grpo"
     """Algorithm of `sightline rl`: grpo, dr_grpo, dapo, rloo, reinforce++, ppo, gspo, cispo, sapo,
     distill, dpo, or 'module:Class' for your own (docs/algorithms.md). Some names change the
-    defaults of the settings below. `sightline sft` knows dpo only."""
+    defaults of the settings below. `sightline sft` supports only dpo."""
     args: Keywords = {}
     """Keyword arguments for the algorithm, such as gae_lambda of ppo."""
     advantage: str = "grpo"
@@ -56,8 +56,8 @@ class AlgorithmConfig(ConfigSection):
     measure_entropy: Mutable[bool] = True
     """Whether to measure the policy's entropy, which takes one more pass over the logits."""
     teacher: str = ""
-    """Checkpoint whose logprobs distill, dpo or your own algorithm uses. Empty is the starting
-    checkpoint, except for distill."""
+    """Checkpoint whose logprobs distill, dpo or your own algorithm uses. Empty uses the
+    starting checkpoint, except for distill."""
     epochs: int = Field(1, ge=1)
     """Number of passes over each batch."""
     minibatches: int = Field(1, ge=1)

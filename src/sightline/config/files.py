@@ -23,7 +23,7 @@ MIN_TRAINER_SHARE = 0.1
 MISMATCH_LIMITS = {"float32": 1e-6, "bfloat16": 0.015}
 """Mismatch KL per token that rounding cannot explain. Healthy runs have 1e-14 and up to 1e-3."""
 OLD_KV_MISMATCH = 0.1
-"""The same for servers that keep the KV cache of old weights."""
+"""The same limit for servers that keep the KV cache of old weights."""
 
 
 class _TrainingFile(ConfigSection):
@@ -133,7 +133,7 @@ class RunFile(_TrainingFile):
 
     @property
     def num_servers(self) -> int:
-        """Number of servers that the run starts, with that of `[eval] every`."""
+        """Number of servers that the run starts, including that of `[eval] every`."""
         return len(self.server_names) + bool(self.eval.every)
 
     def _has_servers_gpu(self, rank: int) -> bool:

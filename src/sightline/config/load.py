@@ -56,7 +56,7 @@ def _check_command(kind: type[AnyFile], values: dict[str, Any], path: Path) -> N
 def read_run_file(path: Path) -> dict[str, Any]:
     """Return a file's sections without validation.
 
-    A file that a run wrote may be from an earlier version. Its old names are translated, and its
+    A run may have written the file with an earlier version. Old names are then translated, and
     secrets are hidden.
     """
     try:

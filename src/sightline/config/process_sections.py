@@ -26,7 +26,7 @@ class InferenceConfig(ConfigSection):
     own."""
     token: Mutable[SecretRef] = ""
     """Reference to the token of `servers`: env:NAME or file:PATH. A server that the run starts gets
-    a token of its own."""
+    its own token."""
     control_token: Mutable[SecretRef] = ""
     """Reference to the token that allows leasing `servers` and updating their weights. Empty uses
     `token`."""
@@ -40,9 +40,9 @@ class InferenceConfig(ConfigSection):
     data_parallel_size: Mutable[int] = Field(1, ge=1)
     """Number of model copies that share the requests in a vLLM that the run starts."""
     gpu_memory_utilization: Mutable[float | None] = Field(None, ge=0, le=1)
-    """Fraction of the GPU's memory for weights and KV cache of a server that the run starts. Unset
-    is planned if the trainer uses the same GPU (docs/memory.md), and 0.9 otherwise. 0 means 0.9, or
-    0.3 for all servers together if the trainer uses the same GPU."""
+    """Fraction of the GPU's memory for weights and KV cache of a server that the run starts. If
+    unset, it is planned if the trainer uses the same GPU (docs/memory.md), and 0.9 otherwise. 0
+    means 0.9, or 0.3 for all servers together if the trainer uses the same GPU."""
     engine_args: Mutable[Keywords] = {}
     """More options for an engine that the run starts. For vLLM these are its command-line options
     without the leading dashes, such as `enable_expert_parallel = true`."""
@@ -157,7 +157,7 @@ class LaunchConfig(ConfigSection):
     scratch: Mutable[str] = "/tmp"
     """Folder on other machines for a process's copy of the run's files."""
     restart: Mutable[int] = Field(0, ge=0)
-    """How often to restart a trainer that ends with an error, from its last checkpoint. On
+    """How many times to restart a failed trainer from its last checkpoint. On
     Kubernetes, the manifests decide."""
 
     @field_validator("hosts")

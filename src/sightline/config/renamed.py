@@ -1,6 +1,6 @@
 """Settings that were renamed or removed since version 0.1.0.
 
-A run file with an old name is refused, and the error gives the new name. The `config.toml` in run
+A run file with an old name raises an error that gives the new name. The `config.toml` in run
 directories of earlier versions is still readable: `translate_old_names` translates it.
 """
 

@@ -1,7 +1,7 @@
 """References to secrets in settings: `env:NAME` is an environment variable, `file:PATH` a file.
 
 Run files, logs and messages between processes hold only references. A run file that contains a
-secret is refused. A secret is read where it is used, and from then on masked in all error texts.
+secret is rejected. A secret is read where it is used, and from then on masked in all error texts.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def check_table(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve_references(value: Any, setting: str) -> Any:
-    """Replace references by their secrets, at any depth of tables and lists."""
+    """Replace references with their secrets, at any depth of tables and lists."""
     if isinstance(value, dict):
         return {
             name: resolve_references(inner, f"{setting}.{name}") for name, inner in value.items()

@@ -61,7 +61,7 @@ class ModelConfig(ConfigSection):
     max_pixels: int | None = None
     """Maximum number of pixels per image. Overrides the checkpoint's limit."""
     train_vision: bool = True
-    """Whether the vision tower trains."""
+    """Whether to train the vision tower."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and computation in sampler and trainer. Use bfloat16 on GPUs only: on
     many CPUs it is tens of times slower."""
@@ -202,7 +202,7 @@ class RolloutConfig(ConfigSection):
     max_turns: int = Field(0, ge=0)
     """Maximum number of turns per rollout. Longer ones are truncated. 0 means no limit."""
     keep_truncated: bool = True
-    """Whether truncated rollouts train with their reward. If false, they are dropped."""
+    """Whether to train on truncated rollouts with their reward. If false, they are dropped."""
 
 
 class FiltersConfig(ConfigSection):
@@ -218,7 +218,7 @@ class FiltersConfig(ConfigSection):
 
 class OrchestratorConfig(ConfigSection):
     groups_per_step: int = Field(16, ge=1)
-    """Number of groups that train in one step."""
+    """Number of groups per step."""
     group_size: int = Field(8, ge=2)
     """Number of rollouts per task. Their rewards are compared with each other."""
     task_order: str = "sequential"
@@ -268,11 +268,11 @@ class TrainerConfig(ConfigSection):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm above which gradients are clipped."""
     max_sequence_tokens: int = Field(0, ge=0)
-    """Maximum number of tokens per sample. Longer ones are cut there, or before an image. 0 means
-    no limit."""
+    """Maximum number of tokens per sample. Longer samples are truncated there, or before an
+    image. 0 means no limit."""
     micro_batch_tokens: int | None = Field(None, ge=1)
-    """Maximum number of tokens per micro-batch. Unset is planned if servers use the trainer's GPU
-    (docs/memory.md), and 8192 otherwise."""
+    """Maximum number of tokens per micro-batch. If unset, it is planned if servers use the
+    trainer's GPU (docs/memory.md), and 8192 otherwise."""
     micro_batch_patches: int = Field(65536, ge=1)
     """Maximum number of image patches per micro-batch."""
     checkpoint_every: Mutable[int] = Field(25, ge=1)
@@ -300,18 +300,18 @@ class TrainerConfig(ConfigSection):
     ranks: Mutable[int] = Field(1, ge=1)
     """Number of trainer processes that share the model and the work."""
     context_parallel: Mutable[int] = Field(1, ge=1)
-    """Number of ranks that divide the tokens of each micro-batch, for long sequences. It must
+    """Number of ranks that split the tokens of each micro-batch, for long sequences. It must
     divide `ranks` and the model's key-value heads."""
     expert_parallel: Mutable[int] = Field(1, ge=1)
-    """Number of ranks that divide the experts of each layer. It must divide `ranks` and the model's
+    """Number of ranks that split the experts of each layer. It must divide `ranks` and the model's
     number of experts."""
     tensor_parallel: Mutable[int] = Field(1, ge=1)
-    """Number of ranks that divide the matrices of attention and MLPs. It must divide `ranks` and
+    """Number of ranks that split the matrices of attention and MLPs. It must divide `ranks` and
     the model's key-value heads."""
     address: Mutable[str] = "127.0.0.1"
     """Address at which rank 0 listens for the other ranks, including those on other machines."""
     stall_timeout_s: Mutable[float] = Field(900.0, ge=0)
-    """Seconds without progress, with work available, after which the trainer ends. 0 means
+    """Seconds without progress, with work available, after which the trainer exits. 0 means
     never."""
     threads: int = Field(0, ge=0)
     """Number of compute threads of the trainer. 0 shares the cores with the server."""
@@ -385,10 +385,10 @@ class LoraConfig(ConfigSection):
     """Name patterns of the text model's linear layers that get adapters."""
     vision_targets: tuple[str, ...] = ()
     """Name patterns of the vision tower's linear layers that get adapters. Without any, the tower
-    trains fully or not at all ([model] train_vision)."""
+    is fully trained or frozen ([model] train_vision)."""
     publish: Mutable[Literal["adapter", "merged"]] = "adapter"
-    """Whether engines receive adapters, or merged weights. A run also publishes merged weights if
-    its engine or its weight transport takes no adapters."""
+    """Whether engines receive adapters or merged weights. A run also publishes merged weights if
+    its engine or its weight transport does not support adapters."""
 
     @property
     def wants_adapters(self) -> bool:

@@ -1,4 +1,4 @@
-"""Action parsers, and the rules by which adapters play an episode.
+"""Action parsers, and the rules by which adapters run an episode.
 
 A parser is any class with a `parse(answer)` method. `NamedActions` parses actions by name. To use
 another parser, a run file sets 'module:Class'.

@@ -158,7 +158,7 @@ class Conversation:
         return answer
 
     async def retry(self, *, tools: Tools | None = None) -> AssistantMessage:
-        """Replace the last answer in the history by a new one. Both stay in the trace."""
+        """Replace the last answer in the history with a new one. Both stay in the trace."""
         if not self.history or self.history[-1].role != "assistant":
             raise EnvironmentFailed("retry() was called before any answer", "call send() first")
         return await self._ask(self.history[:-1], tools)

@@ -119,7 +119,7 @@ class Dataset(Environment):
         is_number = isinstance(value, int | float) and self.reward != "choice"
         text = _to_text(list_accepted(value)[0]) if is_text or is_number else ""
         if not text or self.answer_pattern and find_answer(text, self.answer_pattern) is None:
-            problem = "it is no answer that the reward reads. Set [env.args] demonstration_column"
+            problem = "the reward cannot read it as an answer. Set [env.args] demonstration_column"
             raise self._locate(task, column, problem)
         return [*messages, assistant(text)]
 

@@ -43,7 +43,7 @@ class Outcome:
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
-    """Named measures for metrics and charts. They do not affect training."""
+    """Named metrics for logs and charts. They do not affect training."""
     per_turn: list[float] | None = None
     """Reward of each model call, in order. Used by `credit = "turn"`."""
 
@@ -136,7 +136,7 @@ class Environment:
 
     name: str = "environment"
     shows_media: bool = True
-    """Whether tasks need a model with vision. Checked before a run starts."""
+    """Whether tasks need a vision model. Checked before a run starts."""
     tools: Tools | None = None
     """Tools for demonstrations. A rollout passes its own to `chat.send`."""
     seed: int = 0
@@ -151,7 +151,7 @@ class Environment:
         return random.Random(f"{self.seed}:{split}:{index}")
 
     def rollout(self, task: Task, chat: Any) -> Awaitable[Reward] | Reward:
-        """Play the task: `async def` with a `Chat`, or `def` with a `BlockingChat`."""
+        """Run the task: `async def` with a `Chat`, or `def` with a `BlockingChat`."""
         raise NotImplementedError
 
     def truncated(self, task: Task) -> Reward:
@@ -159,11 +159,11 @@ class Environment:
         return 0.0
 
     def describe_task(self, task: Task) -> str:
-        """Return a line about a task for `sightline try`, such as its source and right answer."""
+        """Return a line about a task for `sightline try`, such as its source and correct answer."""
         return ""
 
     def choose_environment(self, index: int, split: str) -> Environment:
-        """Return the environment that plays this task. A mix chooses one of its members."""
+        """Return the environment of this task. A mix chooses one of its members."""
         return self
 
     @property

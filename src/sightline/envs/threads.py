@@ -151,7 +151,7 @@ class BlockingChat:
             self._pending.discard(future)
 
     def end(self) -> None:
-        """Cancel the thread's pending calls and refuse later ones."""
+        """Cancel the thread's pending calls and reject later ones."""
         with self._lock:
             self._is_over = True
             pending = list(self._pending)

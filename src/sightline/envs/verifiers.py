@@ -1,4 +1,4 @@
-"""Adapter for environments of the verifiers library. They run unchanged against our endpoint.
+"""Adapter for environments of the verifiers library, which run unchanged on Sightline's endpoint.
 
     its harness --> its own interception --> chat.base_url (OpenAI API) --> trace
 

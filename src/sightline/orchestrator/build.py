@@ -142,9 +142,7 @@ def build(
             keep_truncated=config.rollout.keep_truncated,
         ),
         task_order=task_order,
-        replay=ReplayBuffer.open(
-            run_dir, settings.replay_groups, settings.replay_max_age, config.run.seed
-        ),
+        replay=ReplayBuffer.open(run_dir, settings, config.run.seed),
         run_state=run_state,
         observer=observer,
         evaluator=evaluator,

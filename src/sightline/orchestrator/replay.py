@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from sightline.config.sections import OrchestratorConfig
 from sightline.regular_file import read_bytes
 from sightline.rollout.evaluation import derive_seed
 from sightline.run import RunDir
@@ -26,11 +27,11 @@ class ReplayBuffer:
     """The step and the samples of each group."""
 
     @classmethod
-    def open(cls, run_dir: RunDir, num_groups: int, max_age: int, seed: int) -> ReplayBuffer:
+    def open(cls, run_dir: RunDir, settings: OrchestratorConfig, seed: int) -> ReplayBuffer:
         """Create a buffer, with the groups of a resumed run."""
-        buffer = cls(num_groups, max_age, seed)
-        files = sorted(run_dir.list_batches()) if num_groups else []
-        for _, file in files[-max_age:]:
+        buffer = cls(settings.replay_groups, settings.replay_max_age, seed)
+        files = sorted(run_dir.list_batches()) if buffer.num_groups else []
+        for _, file in files[-buffer.max_age :]:
             buffer.add(Batch.from_bytes(read_bytes(file)))
         return buffer
 

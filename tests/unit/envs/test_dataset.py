@@ -221,7 +221,7 @@ def test_reference_that_earns_nothing_as_an_answer_is_no_demonstration(
     row = {"question": "?", "answer": answer}
     path = write_rows(tmp_path, [{**row, "part": "sft"}, {**row, "part": "train"}])
     env = Dataset(path, images=[], split_column="part", eval_fraction=0, **args)
-    with pytest.raises(ConfigError, match="no answer that the reward reads"):
+    with pytest.raises(ConfigError, match="the reward cannot read it as an answer"):
         env.demonstration(env.task(0, "sft"), store.put, random.Random(0))
 
 

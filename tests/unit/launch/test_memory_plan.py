@@ -268,7 +268,7 @@ def test_a_run_that_does_not_fit_gets_settings_with_which_it_does(
     )
     words = ["plan", str(run_file), "--gpu-gb", "141"]
     assert main([*words[:2], "--gpu-gb", "nan"]) == 2
-    assert "nan is no size" in capsys.readouterr().err
+    assert "nan is not a size" in capsys.readouterr().err
     assert main(words) == 1
     printed = capsys.readouterr().out
     fix = printed.partition("does not fit: append ")[2].split()

@@ -438,7 +438,8 @@ def test_replayed_groups_are_young_and_the_same_after_a_resume(tmp_path: Path) -
         for steps in (range(1, stop_at + 1), range(stop_at + 1, 9)):
             world = World(run_dir, max_lag=0)
             world.policy.version = steps.start - 1
-            world.replay = ReplayBuffer.open(run_dir, num_groups=2, max_age=3, seed=0)
+            settings = OrchestratorConfig(replay_groups=2, replay_max_age=3)
+            world.replay = ReplayBuffer.open(run_dir, settings, seed=0)
             play(world, steps)
             announced += world.announced
             world.run_state.remove_covered_batches(stop_at - world.replay.num_kept_steps)

@@ -31,7 +31,7 @@ def iou(
     """Return the intersection over union of the answer's box and the reference.
 
     Several boxes are paired greedily, best first. The sum is divided by the larger number of boxes.
-    With `threshold`, a pair counts 1 from there on, and 0 below.
+    With `threshold`, a pair counts 1 if it reaches the threshold, and 0 otherwise.
     """
     x, y = _get_scale(row, image, answer_range)
     references = _read_reference(expected, layout)
@@ -92,7 +92,7 @@ def _read_reference(expected: Any, layout: str) -> list[Box]:
     try:
         boxes = [_to_box([float(value) for value in box], layout) for box in expected]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the reference {expected!r} is no box: {error}") from error
+        raise ValueError(f"the reference {expected!r} is not a box: {error}") from error
     if not boxes or not all(left < right and top < low for left, top, right, low in boxes):
         raise ValueError(f"the reference {expected!r} has no box, or an empty one")
     return boxes

@@ -4,7 +4,7 @@ A short answer may ask for a huge computation, and the library's time limits nee
 therefore runs in a child process, which is this file run by its path.
 
     LatexMath --request--> child
-      waits for: its reply      unblocked by: its end, at the latest at its limit of processor time
+      waits for: its reply      unblocked by: its end, at the latest at its CPU time limit
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ MEMORY_BYTES = 1 << 30
 class LatexMath:
     """Returns 1 if the answer's last expression equals the reference, as 1/2 equals 0.5.
 
-    A comparison that takes more than `cpu_s` seconds of processor time, or too much memory, earns
-    0.
+    A comparison that takes more than `cpu_s` seconds of CPU time, or too much memory, earns 0.
     """
 
     def __init__(self, cpu_s: int = 5) -> None:

@@ -68,8 +68,8 @@ def number(
     """Return 1 if the answer's last number is the reference, within one of two tolerances.
 
     `relative` is a fraction of the reference, and `absolute` is in its unit. If the reference has a
-    unit, others of its dimension are converted, and a number without one is taken to be in it,
-    unless `needs_unit`. If it has none, the answer's unit is ignored.
+    unit, other units of its dimension are converted, and a number without a unit is assumed to be
+    in the reference's, unless `needs_unit`. If it has none, the answer's unit is ignored.
     """
     reference, given = find_quantity(str(expected)), find_quantity(answer)
     if reference is None or isinstance(expected, list | dict):

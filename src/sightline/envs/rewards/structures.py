@@ -40,7 +40,7 @@ def table(answer: str, expected: Any) -> float:
     else:
         reference = _read_table(expected) if isinstance(expected, str) else []
     if not reference:
-        raise ValueError("the reference is no table")
+        raise ValueError("the reference is not a table")
     return _get_overlap(_read_table(find_block(answer)), reference)
 
 
@@ -59,9 +59,9 @@ def _read_table(text: str) -> list[list[str]]:
 
 
 def code(answer: str, expected: Any, language: str = "python") -> float:
-    """Return 1 if the code is the reference, up to its layout. Nothing is run.
+    """Return 1 if the code equals the reference, up to layout. No code is run.
 
-    Python is compared by its syntax tree, other languages by their words and signs.
+    Python is compared by its syntax tree, other languages by their tokens.
     """
     wanted = _read_code(find_block(str(expected)), language)
     if not wanted:
@@ -82,7 +82,7 @@ def json_overlap(answer: str, expected: Any) -> float:
     """Return the F1 score of the values in the answer's JSON, each at its path."""
     reference = _find_json(expected) if isinstance(expected, str) else expected
     if reference is None:
-        raise ValueError(f"the reference {expected!r} is no JSON")
+        raise ValueError(f"the reference {expected!r} is not JSON")
     value = _find_json(answer)
     return 0.0 if value is None else _get_overlap(value, reference)
 
@@ -95,7 +95,7 @@ def json_schema(answer: str, expected: Any, schema: Any = None) -> float:
     rules = expected if schema is None else schema
     rules = json.loads(rules) if isinstance(rules, str) else rules
     if not isinstance(rules, dict | bool):
-        raise ValueError(f"{rules!r} is no JSON schema")
+        raise ValueError(f"{rules!r} is not a JSON schema")
     kind = library.validators.validator_for(rules, default=library.Draft202012Validator)
     try:
         kind.check_schema(rules)

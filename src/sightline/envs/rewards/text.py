@@ -12,7 +12,7 @@ from typing import Any
 
 _EDGES = " .,;:!?\"'`*_"
 _START = re.compile(r"\A(?:[ ,;:!?\"'`*_]|\.(?!\d))+")
-"""Punctuation before a text. The point of .5 is none."""
+"""Leading punctuation. The point in .5 does not count."""
 _NOTHING = {"", "none", "nothing", "n/a"}
 
 
@@ -51,7 +51,7 @@ def list_accepted(expected: Any) -> Sequence[Any]:
     """Return the accepted references. Raise ValueError if there is none."""
     accepted = expected if isinstance(expected, list | tuple) else (expected,)
     if not accepted or any(value is None or isinstance(value, dict) for value in accepted):
-        raise ValueError(f"the reference {expected!r} is no text")
+        raise ValueError(f"the reference {expected!r} is not a text")
     return accepted
 
 

@@ -121,7 +121,7 @@ def test_table_reference_may_have_numbers() -> None:
 
 @pytest.mark.parametrize("expected", ["", [], None, {"name": "Ann"}, ["Ann"]])
 def test_empty_table_reference_raises(expected: Any) -> None:
-    with pytest.raises(ValueError, match="the reference is no table"):
+    with pytest.raises(ValueError, match="the reference is not a table"):
         table("a,b", expected)
 
 
@@ -173,7 +173,7 @@ def test_json_overlap_is_the_f1_score_of_values_at_their_paths(answer: str, rewa
 
 
 def test_json_reference_that_does_not_parse_raises() -> None:
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         json_overlap("{}", "{")
 
 
@@ -206,7 +206,7 @@ def test_invalid_schema_raises_and_nothing_is_fetched() -> None:
         json_schema("{}", {"type": "thing"})
     with pytest.raises(ValueError, match="(?i)unresolvable"):
         json_schema("{}", {"$ref": "http://127.0.0.1:9/schema.json"})
-    with pytest.raises(ValueError, match="None is no JSON schema"):
+    with pytest.raises(ValueError, match="None is not a JSON schema"):
         json_schema("{}", None)
 
 
