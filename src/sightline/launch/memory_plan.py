@@ -242,10 +242,10 @@ def divide_gpu(file: AnyRun, measure: Measure, memory: int) -> AnyRun | None:
     model = measure(file)
     largest = max(MAX_TOKENS, -(-_get_longest(file) // TOKEN_STEP) * TOKEN_STEP)
     for size in [tokens] if tokens else range(largest, 0, -TOKEN_STEP):
-        candidate = _set(file, "trainer", "micro_batch_tokens", size)
+        candidate = file.with_values("trainer", micro_batch_tokens=size)
         if share is None:
             chosen = _find_share(candidate, model, memory)
-            candidate = _set(candidate, "inference", "gpu_memory_utilization", chosen)
+            candidate = candidate.with_values("inference", gpu_memory_utilization=chosen)
         if plan_memory(candidate, model, memory).fits:
             return candidate
     return None
@@ -269,7 +269,7 @@ def find_fix(file: AnyRun, measure: Measure, memory: int, on_gpu: bool = True) -
         is_saved = settings is None or getattr(settings, name) == value
         if is_saved or (section == "lora" and (file.lora.rank or file.model.exact)):
             continue
-        file = _set(file, section, name, value)
+        file = file.with_values(section, **{name: value})
         if value is None:
             removed.append(f"[{section}] {name}")
         else:
@@ -321,8 +321,3 @@ def measure(file: RunFile | SftFile) -> ModelMemory:
     from sightline.trainer.model_memory import measure_model
 
     return measure_model(file.model, file.lora)
-
-
-def _set(file: AnyRun, section: str, name: str, value: Any) -> AnyRun:
-    changed = getattr(file, section).model_copy(update={name: value})
-    return file.model_copy(update={section: changed})

@@ -51,9 +51,8 @@ def resolve_workers(config: RunFile, cores: int) -> tuple[RunFile, str]:
     if workers:
         return config, f"workers: {workers} ([rollout] workers)"
     number = max(1, min(cores, math.ceil(in_flight / ROLLOUTS_PER_WORKER)))
-    rollout = config.rollout.model_copy(update={"workers": number})
     why = f"{in_flight} rollouts in flight, up to {ROLLOUTS_PER_WORKER} per worker; {cores} cores"
-    return config.model_copy(update={"rollout": rollout}), f"workers: {number} ({why})"
+    return config.with_values("rollout", workers=number), f"workers: {number} ({why})"
 
 
 def get_memory_limit(config: RunFile) -> int:

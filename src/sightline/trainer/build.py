@@ -26,15 +26,7 @@ from sightline.config import (
     TrainerConfig,
 )
 from sightline.errors import ConfigError, ResumeRefused
-from sightline.families import (
-    Family,
-    Forward,
-    check_context_parallel,
-    check_expert_parallel,
-    check_tensor_parallel,
-    load_family,
-    load_renderer,
-)
+from sightline.families import Family, Forward, check_parallel, load_family, load_renderer
 from sightline.families.checkpoint_files import resolve_checkpoint
 from sightline.families.device_copy import allocate_rows
 from sightline.media import MediaStore, open_store
@@ -113,9 +105,7 @@ def build_learner(
     if dims.is_distributed:
         dims.join(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())
-    check_context_parallel(family, model.path, dims.context, model.exact)
-    check_expert_parallel(family, model.path, dims.expert)
-    check_tensor_parallel(family, model.path, dims.tensor)
+    check_parallel(family, model.path, trainer, model.exact)
     renderer = load_renderer(model.path, store, family)
     # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)

@@ -62,8 +62,7 @@ def leave_out_silent_servers(config: RunFile, run_dir: RunDir) -> RunFile:
         for url in silent:
             print(f"{url} does not answer: the run continues without it until it does")
         servers = [url for url in servers if url not in silent]
-    inference = config.inference.model_copy(update={"servers": tuple(servers)})
-    return config.model_copy(update={"inference": inference})
+    return config.with_values("inference", servers=tuple(servers))
 
 
 def _answers(address: str) -> bool:
