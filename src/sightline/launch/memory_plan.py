@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,8 +51,6 @@ SAVERS: tuple[tuple[str, str, Any], ...] = (
 )  # fmt: skip
 """Settings that save memory. They are added in this order until the run fits."""
 
-Measure = Callable[[RunFile | SftFile], "ModelMemory"]
-
 
 class MicroBatchSize(NamedTuple):
     tokens: int
@@ -86,11 +84,11 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        devices: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for process in self.processes:
-            devices[process.device] = devices.get(process.device, 0) + process.total
+            totals[process.device] += process.total
         within = all(process.total <= process.limit for process in self.processes)
-        return within and all(total <= self.capacity for total in devices.values())
+        return within and all(total <= self.capacity for total in totals.values())
 
 
 def plan_memory(
@@ -228,7 +226,7 @@ def plan_server(file: RunFile, model: ModelMemory, limit: int, on_gpu: bool) -> 
     return items
 
 
-def divide_gpu(file: AnyRun, measure: Measure, memory: int) -> AnyRun | None:
+def divide_gpu(file: AnyRun, memory: int) -> AnyRun | None:
     """Choose the micro-batch size and the servers' share of a GPU that they share with the trainer.
 
     Only unset settings are chosen. Return the run file with the largest micro-batches that fit into
@@ -261,7 +259,7 @@ def _find_share(file: RunFile, model: ModelMemory, memory: int) -> float:
     return max(1, min(left, math.ceil(100 * full / memory))) / 100
 
 
-def find_fix(file: AnyRun, measure: Measure, memory: int, on_gpu: bool = True) -> str:
+def find_fix(file: AnyRun, memory: int, on_gpu: bool = True) -> str:
     """Return the settings with which the run fits."""
     removed, added = [], []
     for section, name, value in SAVERS:
@@ -274,7 +272,7 @@ def find_fix(file: AnyRun, measure: Measure, memory: int, on_gpu: bool = True) -
             removed.append(f"[{section}] {name}")
         else:
             added.append(f"{section}.{name}={json.dumps(value)}")
-        divided = divide_gpu(file, measure, memory) if on_gpu else file
+        divided = divide_gpu(file, memory) if on_gpu else file
         if divided and plan_memory(divided, measure(divided), memory, on_gpu).fits:
             parts = [f"remove {' and '.join(removed)}"] if removed else []
             parts += [f"append {' '.join(added)}"] if added else []
@@ -290,12 +288,12 @@ def fill_in(file: RunFile) -> RunFile:
     from sightline.compute.model import read_gpu_memory
 
     memory = read_gpu_memory(file.trainer.device)
-    divided = divide_gpu(file, measure, memory)
+    divided = divide_gpu(file, memory)
     if divided is None:
         raise ConfigError(
             f"[model] path = {file.model.path!r}: trainer and servers need more than the "
             f"{memory / 1e9:.0f} GB of their GPU. `sightline plan` prints what each holds",
-            find_fix(file, measure, memory),
+            find_fix(file, memory),
         )
     print(describe_choice(divided))
     return divided
@@ -317,7 +315,6 @@ def _get_longest(file: RunFile) -> int:
 
 
 def measure(file: RunFile | SftFile) -> ModelMemory:
-    """Measure the run file's model."""
     from sightline.trainer.model_memory import measure_model
 
     return measure_model(file.model, file.lora)

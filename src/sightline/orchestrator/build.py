@@ -56,7 +56,6 @@ def build_client(config: RunFile, secret: str, url: str, is_own: bool) -> Genera
 def build_servers(
     config: RunFile, run_dir: RunDir, events: EventLog, secret: str, urls: Sequence[str]
 ) -> ServerPool:
-    """Build the pool of servers for rollouts."""
     is_own = not config.inference.servers
     wanted = list_wanted(run_dir, config.inference.servers)
     return ServerPool(

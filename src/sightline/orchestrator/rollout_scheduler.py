@@ -108,7 +108,6 @@ class RolloutScheduler:
         return self._finished.popleft()
 
     async def play_once(self, request: RolloutRequest) -> Trace:
-        """Play one rollout for evaluation."""
         future: asyncio.Future[Trace] = asyncio.get_running_loop().create_future()
         self._eval_futures[request.rollout_id] = future
         await self.dispatcher.submit(request)

@@ -52,8 +52,6 @@ CHECK_EVERY_S = 0.2
 
 @dataclass(eq=False)
 class PooledServer:
-    """One server and its state."""
-
     client: GenerateClient
     is_added: bool = False
     """Whether it was added during the run. If so, a refusal does not end the run."""
@@ -167,7 +165,6 @@ class ServerPool:
             await self.changed.wait()
 
     async def wait_joined(self) -> None:
-        """Wait until a server has joined."""
         while not any(server.has_joined for server in self.servers.values()):
             await self.changed.wait()
 

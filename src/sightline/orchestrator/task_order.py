@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 import msgspec
@@ -100,29 +101,25 @@ def load_task_order(settings: OrchestratorConfig) -> TaskFunction:
     return function
 
 
+@dataclass
 class TaskOrder:
     """Chooses the task of each group, and records their rewards."""
 
-    def __init__(
-        self,
-        function: TaskFunction,
-        seed: int,
-        records: dict[int, TaskRecord],
-        get_progress: Callable[[], float],
-    ) -> None:
-        self._choose, self._seed, self._get_progress = function, seed, get_progress
-        self.records = records
+    function: TaskFunction
+    seed: int
+    records: dict[int, TaskRecord]
+    get_progress: Callable[[], float]
 
     def choose(self, group: int) -> int:
-        rng = random.Random(derive_seed(self._seed, f"task of g{group}"))
-        return self._choose(group, self._get_progress(), self.records, rng)
+        rng = random.Random(derive_seed(self.seed, f"task of g{group}"))
+        return self.function(group, self.get_progress(), self.records, rng)
 
     def add(self, task: int, rewards: Sequence[float]) -> bool:
         """Record a group's rewards. Return whether its task is now set aside.
 
         The sequential order needs no records: it may play any number of tasks.
         """
-        if self._choose is sequential or not rewards:
+        if self.function is sequential or not rewards:
             return False
         record = self.records.setdefault(task, TaskRecord())
         was_set_aside = record.is_set_aside

@@ -265,7 +265,6 @@ def _align(
 
 
 def set_advantages(ready: ReadyMicroBatch, table: AdvantageTable) -> ReadyMicroBatch:
-    """Return the micro-batch with its advantages from the table."""
     rows = [np.zeros(0, dtype=np.float32)]
     for origin in ready.batch.origins:
         rows.append(table[origin.trace_id, origin.node][: origin.stop - origin.start])

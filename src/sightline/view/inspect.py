@@ -183,20 +183,15 @@ def read_packs(
     path = path if path.is_dir() else run_dir.checkpoints / "final"
     family = load_family(path, model.exact, **model.overrides())
     limit = PackSize(run_file.trainer.max_micro_batch_tokens, run_file.trainer.micro_batch_patches)
-    for batch, raw, as_sent in _read_batches(run_dir, _read_ledger(run_dir)):
+    for batch, raw, as_sent in _read_batches(run_dir):
         samples = _add_zeros(batch.samples)
         yield batch, raw, as_sent, pack(samples, batch.step, family, limit)
 
 
-def _read_ledger(run_dir: RunDir) -> dict[int, str]:
-    """Return the batch digest of every step."""
-    entries = map(json.loads, read_lines(run_dir.ledger))
-    return {entry["step"]: entry["batch"] for entry in entries}
-
-
-def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Batch, bytes, bool]]:
+def _read_batches(run_dir: RunDir) -> Iterator[tuple[Batch, bytes, bool]]:
     """Yield each step's batch, its bytes, and whether exactly these bytes were sent."""
-    for step, digest in sorted(digests.items()):
+    entries = map(json.loads, read_lines(run_dir.ledger))
+    for step, digest in sorted((entry["step"], entry["batch"]) for entry in entries):
         file = run_dir.batch(step)
         if file.is_file():
             raw = read_bytes(file)

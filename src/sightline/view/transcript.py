@@ -95,12 +95,9 @@ def _message(
 ) -> Iterator[str]:
     facts = [_num(len(node.token_ids), "token")]
     if node.is_turn:
-        versions = ", ".join(
-            str(v) if v == w else f"{v} to {w}"
-            for v, w in [(node.versions[0].version, node.versions[-1].version)]
-        )
+        first, last = node.versions[0].version, node.versions[-1].version
         facts = [f"prompt {num_prompt}", f"{node.num_sampled} sampled", node.finish_reason]
-        facts.append(f"version {versions}")
+        facts.append(f"version {first}" + (f" to {last}" if last != first else ""))
     if credit is not None:
         facts.append(f"credit {credit:+.3f}")
     yield _fit(f"{node.id:4d}  {node.message.role}  ({', '.join(facts)})", width)
