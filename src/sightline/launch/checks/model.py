@@ -41,7 +41,7 @@ from sightline.rollout.player import RolloutPlayer
 from sightline.run import RunDir
 from sightline.run.machine import build_environ, runs_on_cpu
 from sightline.trainer.conversations import check_rows_for_images
-from sightline.trainer.file_sizes import measure_files
+from sightline.trainer.export import measure_files
 from sightline.wire.generate import GenerateRequest, GenerateResponse
 
 NUM_TASKS = 3

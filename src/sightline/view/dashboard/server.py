@@ -27,9 +27,8 @@ from sightline.transport.http_server import RequestGuard, build_uvicorn_config, 
 from sightline.transport.listen import bind_socket, check_tls, describe_link
 from sightline.view.dashboard import processes, queries, rollout_page, thumbnails
 from sightline.view.dashboard.access import AccessMiddleware
-from sightline.view.dashboard.live_updates import RunWatcher
 from sightline.view.dashboard.queries import Int64
-from sightline.view.dashboard.run_collection import RunCollection
+from sightline.view.dashboard.run_collection import RunCollection, RunWatcher
 from sightline.view.dashboard.run_view import RunView
 from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
 
