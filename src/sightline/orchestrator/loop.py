@@ -196,7 +196,8 @@ class Orchestrator:
         return collection.has_fresh_group or not wants_fresh or waited >= most
 
     async def _is_goal_reached(self, step: int, collection: StepCollection) -> bool:
-        rewards = collection.recent_rewards(self.settings.groups_per_step)
+        recent = collection.rewards[-self.settings.groups_per_step :]
+        rewards = [reward for group in recent for reward in group]
         return self.goal is not None and await self.goal.is_reached(step, rewards)
 
     def _check_empty(self, step: int, collection: StepCollection) -> None:

@@ -181,14 +181,13 @@ def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, 
             cut = trace.nodes[origin.node].num_sampled - (origin.stop - origin.start)
             if cut >= 0:
                 arrays = (scores.logprobs, scores.ratios, scores.advantages)
-                padded = [_pad_with_nan(array.numpy()[span], cut) for array in arrays]
+                # NaN stands for the last tokens, which the trainer cut off.
+                padded = [
+                    np.pad(array.numpy()[span], (0, cut), constant_values=np.nan)
+                    for array in arrays
+                ]
                 node_scores[origin.node] = NodeScores(*padded)
     return node_scores
-
-
-def _pad_with_nan(values: np.ndarray, cut: int) -> np.ndarray:
-    """Append NaN for the last `cut` tokens, which the trainer cut off."""
-    return np.concatenate([values, np.full(cut, np.nan, values.dtype)])
 
 
 def describe_tokens(
