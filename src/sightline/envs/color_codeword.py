@@ -35,17 +35,11 @@ LETTERS = "".join(COLORS)
 _NAMES = "red green blue yellow pink cyan salmon white ebony"
 WORDS = dict(zip(LETTERS, _NAMES.split(), strict=True))
 """Colour name of each letter, for models without a vision tower."""
-GLYPHS = {
-    "A": "010101111101101",
-    "B": "110101110101110",
-    "C": "011100100100011",
-    "D": "110101101101110",
-    "E": "111100110100111",
-    "F": "111100110100100",
-    "G": "011100101101011",
-    "H": "101101111101101",
-    "I": "111010010010111",
-}
+_BITMAPS = (
+    "010101111101101 110101110101110 011100100100011 110101101101110 111100110100111 "
+    "111100110100100 011100101101011 101101111101101 111010010010111"
+)
+GLYPHS = dict(zip(LETTERS, _BITMAPS.split(), strict=True))
 """3x5 bitmaps for demonstrations that show letters."""
 
 

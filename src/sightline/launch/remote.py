@@ -174,9 +174,8 @@ def _run_child(name: str, hub: str, run_dir: RunDir, words: Sequence[str], threa
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: child.send_signal(number))
     spoke = Spoke(hub, name, read_rights(run_dir, name).channel)
-    spoke.send(
-        control.encode(FileChanges((FileChange(f"logs/{address.name}", read_bytes(address)),)))
-    )
+    change = FileChange(f"logs/{address.name}", read_bytes(address))
+    spoke.send(control.encode(FileChanges((change,))))
     try:
         while (exit_code := child.poll()) is None:
             data = spoke.receive(POLL_S)

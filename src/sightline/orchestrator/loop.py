@@ -158,9 +158,8 @@ class Orchestrator:
             while True:
                 num_groups = self._count_startable_groups(step, collection)
                 await self.rollouts.start_groups(num_groups, max(0, self.policy.version))
-                adopted = asyncio.ensure_future(
-                    self.policy.wait_for_version(self.policy.version + 1)
-                )
+                next_version = self.policy.version + 1
+                adopted = asyncio.ensure_future(self.policy.wait_for_version(next_version))
                 await asyncio.wait({finished, adopted}, return_when=asyncio.FIRST_COMPLETED)
                 adopted.cancel()
                 if finished.done():
