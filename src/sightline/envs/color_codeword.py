@@ -80,7 +80,8 @@ class ColorCodeword(Environment):
             # A turn gains from each new correct letter and loses for each one it fails to repeat.
             gain = _num_right(reply.text, truth) - _num_right(answer, truth)
             answer = reply.text
-            malformed = not _is_well_formed(answer, (turn + 1) * self.squares)
+            is_complete = len(answer) == (turn + 1) * self.squares
+            malformed = not is_complete or not COLORS.keys() >= set(answer)
             per_turn.append(gain / self.squares - self.malformed_penalty * malformed)
         letters = _num_right(answer, truth) / len(truth)
         return Outcome(
@@ -133,10 +134,6 @@ class ColorCodeword(Environment):
     def letter(self, letter: str) -> bytes:
         """Return a picture of the letter itself, as a PNG."""
         return encode_png(draw_glyph(GLYPHS[letter], self.side))
-
-
-def _is_well_formed(answer: str, length: int) -> bool:
-    return len(answer) == length and all(letter in COLORS for letter in answer)
 
 
 def _num_right(answer: str, truth: str) -> int:

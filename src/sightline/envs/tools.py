@@ -75,7 +75,9 @@ class Toolbox:
                     result = await asyncio.to_thread(function, **values)
             except ToolError as error:
                 result = f"error: {mask(str(error))}"
-            results.append(_result_message(call, result, put))
+            outputs = result if isinstance(result, tuple) else (result,)
+            parts = join_texts([_result_part(part, put) for part in outputs if part is not None])
+            results.append(Message("tool", parts, tool_call_id=call.id or None))
         return results
 
     def read(self, answer: AssistantMessage) -> dict[str, Any] | None:
@@ -173,12 +175,6 @@ def _type_schema(hint: Any, where: str) -> dict[str, Any]:
             "use str, int, float, bool, Literal, list, dict, or a union of those",
         )
     return schema
-
-
-def _result_message(call: ToolCall, result: Any, put: Put) -> Message:
-    results = result if isinstance(result, tuple) else (result,)
-    parts = join_texts([_result_part(value, put) for value in results if value is not None])
-    return Message(role="tool", content=parts, tool_call_id=call.id or None)
 
 
 def _result_part(result: Any, put: Put) -> Part:

@@ -73,15 +73,11 @@ class Facts:
         return run_files.read_waiting_batches(self.run_dir, self.checkpoints)
 
 
-def describe_model(config: RunFile | SftFile, family: Family) -> str:
-    return f"{family.name}: {config.model.path}"
-
-
 CHECKS = (
     *machine.MACHINE_CHECKS,
     Check("extras", (SETTINGS,), "config", settings.check_extras),
     Check("devices", (SETTINGS,), "config", settings.check_devices),
-    Check("model", (RL, SFT), "config family", describe_model),
+    Check("model", (RL, SFT), "config family", lambda c, f: f"{f.name}: {c.model.path}"),
     Check("algorithm", (RL,), "config", settings.check_algorithm),
     Check("settings", (RL,), "config", settings.check_settings),
     Check("engine", (RL,), "config family run_dir", servers.check_engine),
