@@ -67,9 +67,8 @@ class ColorCodeword(Environment):
     def task(self, index: int, split: str) -> Task:
         rng = self.task_rng(index, split)
         num = self.squares * self.turns
-        return Task(
-            index, split, [(rng.choice(LETTERS), rng.randrange(self.shades)) for _ in range(num)]
-        )
+        squares = [(rng.choice(LETTERS), rng.randrange(self.shades)) for _ in range(num)]
+        return Task(index, split, squares)
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
         truth = "".join(letter for letter, _ in task.data)

@@ -127,17 +127,14 @@ def _build_tool(function: Callable[..., Any]) -> Tool:
     hints = typing.get_type_hints(function, include_extras=True)
     hints.pop("return", None)
     properties, required, types = {}, [], {}
+    where = f"tool {function.__name__}"
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ConfigError(
-                f"tool {function.__name__} takes *{name}", "declare each parameter by name"
-            )
+            raise ConfigError(f"{where} takes *{name}", "declare each parameter by name")
         if name not in hints:
-            raise ConfigError(
-                f"tool {function.__name__}: parameter {name} has no type", "annotate it"
-            )
+            raise ConfigError(f"{where}: parameter {name} has no type", "annotate it")
         types[name], note = _split_annotation(hints[name])
-        properties[name] = _type_schema(types[name], f"tool {function.__name__}: parameter {name}")
+        properties[name] = _type_schema(types[name], f"{where}: parameter {name}")
         if note:
             properties[name]["description"] = note
         if parameter.default is parameter.empty:

@@ -124,9 +124,8 @@ def plan_memory(
     speed = RECOMPUTED_SPEED if trainer.activation_checkpointing else KEPT_SPEED
     price = model.price
     work = price.token * size.tokens + price.trained * size.trained + price.patch * size.patches
-    return MemoryPlan(
-        tuple(processes), int(memory * (1 - contexts)), size, work / (speed * MATRIX_FLOPS)
-    )
+    seconds = work / (speed * MATRIX_FLOPS)
+    return MemoryPlan(tuple(processes), int(memory * (1 - contexts)), size, seconds)
 
 
 def plan_rank(

@@ -47,9 +47,8 @@ def take_server(run_dir: RunDir, config: RunFile, url: str, wanted: Wanted) -> s
     """Drain or remove a server. Raise if no other server would be left."""
     servers = list_servers(run_dir, config)
     if url not in servers:
-        raise ConfigError(
-            f"the run has no server {url}", f"choose from: {', '.join(servers) or 'none'}"
-        )
+        names = ", ".join(servers) or "none"
+        raise ConfigError(f"the run has no server {url}", f"choose from: {names}")
     if wanted == REMOVE and url not in list_wanted(run_dir, config.inference.servers):
         raise ConfigError(f"the run started {url} itself, and cannot remove it", "drain it instead")
     if not any(state == SERVE for name, state in servers.items() if name != url):

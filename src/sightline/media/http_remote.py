@@ -107,9 +107,8 @@ class HttpRemote:
         def collect() -> bytes:
             return self._request("POST", "/gc", body, timeout_s=_GC_TIMEOUT_S, max_bytes=1 << 40)[1]
 
-        return msgspec.json.decode(
-            retry(collect, self.address, self.deadline_s), type=files.GcReport
-        )
+        report = retry(collect, self.address, self.deadline_s)
+        return msgspec.json.decode(report, type=files.GcReport)
 
     def check_writable(self) -> None:
         self._request("POST", "/check")

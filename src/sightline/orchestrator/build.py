@@ -108,9 +108,8 @@ def build(
     )
     policy = PolicyUpdater(events, [servers.adopt], run_dir.weights, blobs, servers.first_version)
     observer = StepMetrics(run_state, policy, store, events, rollouts, config.run.steps)
-    evaluator = Evaluator(
-        rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
-    )
+    evals = config.eval
+    evaluator = Evaluator(rollouts, run_state, events, run_dir, evals.tasks, evals.temperature)
     stop_at = config.run.stop_at
     goal = None if stop_at is None else RewardGoal(stop_at, evaluator, policy)
     background_evaluator = None

@@ -389,8 +389,7 @@ def _add_publishing(
     run_dir = writer.run_dir
     check_history(run_dir.weights, step)
     publisher = transport.open_publisher(config, run_dir)
-    draft = Manifest(
-        0, 0, [], transport=transport.name, adapter=writer.adapter, run=run_dir.read_id()
-    )
+    run_id = run_dir.read_id()
+    draft = Manifest(0, 0, [], transport=transport.name, adapter=writer.adapter, run=run_id)
     writer.async_publisher = AsyncPublisher(publisher, task, draft)
     writer.ledger, writer.send = Ledger(run_dir.ledger, step), orchestrator.send

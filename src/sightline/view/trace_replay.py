@@ -53,9 +53,8 @@ class ServerPromptScorer:
     ) -> PromptScores:
         # The protocol always samples at least one token, which is discarded.
         params = SamplingParams(max_tokens=1, temperature=temperature, seed=0, prompt_logprobs=0)
-        response = await self.client.generate(
-            GenerateRequest.of(token_ids, slots, params, self.modality)
-        )
+        request = GenerateRequest.of(token_ids, slots, params, self.modality)
+        response = await self.client.generate(request)
         entries, versions = response.prompt_logprobs, response.choices[0].weight_versions
         if entries is None or not versions:
             raise EngineError(

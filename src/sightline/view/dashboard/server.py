@@ -197,15 +197,14 @@ class Dashboard:
 
     def prometheus(self) -> Response:
         """Return the newest numbers of every run."""
+        views = self._runs.all()
         numbers = [
             ("gauge", f"run_{name}", {"run": view.key}, value)
-            for view in self._runs.all()
+            for view in views
             for kind in ("step", "train")
             for name, value in view.history.newest(kind).items()
         ]
-        steps = [
-            ("gauge", "run_step", {"run": v.key}, v.history.last_step) for v in self._runs.all()
-        ]
+        steps = [("gauge", "run_step", {"run": view.key}, view.history.last_step) for view in views]
         return Response(format_prometheus([*steps, *numbers]), media_type=CONTENT_TYPE)
 
     # --- rollouts
