@@ -17,8 +17,6 @@ from pathlib import Path
 from sightline.regular_file import read_bytes
 from sightline.run.machine import read_process_stat
 
-STOPPED_AFTER_S = 3.0
-"""Shorter stops are not reported, because debuggers and shells stop processes briefly."""
 MARK_VARIABLE = "SIGHTLINE_PROCESS"
 """Environment variable with the name of a run's process. All its descendants inherit it."""
 _KILL_ROUNDS = 100
@@ -35,7 +33,8 @@ class StoppedProcessWatch:
     list_pids: Callable[[], dict[str, int]]
     """Returns the running processes by name."""
     tell: Callable[[str], object]
-    after_s: float = STOPPED_AFTER_S
+    after_s: float = 3.0
+    """Shorter stops are not reported, because debuggers and shells stop processes briefly."""
     _since: dict[tuple[str, int], float] = field(default_factory=dict)
     _named: set[tuple[str, int]] = field(default_factory=set)
 

@@ -14,8 +14,6 @@ from sightline.rollout.evaluation import derive_seed, open_trace
 from sightline.trace import Trace, decode_trace
 from sightline.wire.control import CancelRollouts, ControlMessage, RolloutRequest, RolloutResult
 
-WORKER_LOST = "worker_lost"
-
 
 @dataclass
 class Group:
@@ -129,7 +127,7 @@ class RolloutScheduler:
                     request,
                     ended=time.time(),
                     error=f"{worker} was lost during this rollout: {why}",
-                    error_kind=WORKER_LOST,
+                    error_kind="worker_lost",
                 )
             )
 

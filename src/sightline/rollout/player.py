@@ -44,9 +44,6 @@ TRUNCATED = "truncated"
 T = TypeVar("T")
 RunningWork = Future[Any] | asyncio.Task[Any]
 
-CLEANUP_GRACE_S = 5.0
-"""Time limit for a cancelled rollout's cleanup."""
-
 
 class RolloutTimeout(TimeoutError):
     """The rollout exceeded its time limit. User code raises a plain TimeoutError."""
@@ -61,7 +58,8 @@ class RolloutThreads:
       unblocked by: a timer
     """
 
-    grace_s: float = CLEANUP_GRACE_S
+    grace_s: float = 5.0
+    """Time limit for a cancelled rollout's cleanup."""
     _leftovers: dict[RunningWork, float] = field(default_factory=dict)
     """Work that still runs after its rollout has ended, with the time when that ended."""
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -15,20 +15,16 @@ INDENT = " " * 6
 MOST_LINES = 12
 
 
-DrawImage = Callable[[MediaRef], list[str]]
-"""Draws an image as lines for a terminal."""
-
-
 def format_transcript(
     trace: Trace,
     width: int = 80,
     is_full: bool = False,
-    draw: DrawImage | None = None,
+    draw: Callable[[MediaRef], list[str]] | None = None,
     shows_errors: bool = True,
 ) -> Iterator[str]:
     """Yield lines of at most `width` characters. Long messages are shortened unless `is_full`.
 
-    Images are named by digest and size. With `draw`, they are also drawn.
+    Images are named by digest and size. With `draw`, they are also drawn, as lines.
     """
     yield from _head(trace, width, shows_errors)
     credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
