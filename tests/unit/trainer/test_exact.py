@@ -29,7 +29,6 @@ from sightline.trainer.learner import SUM_NAMES
 from sightline.trainer.step_result import MetricSums, check_same_bits, sum_mismatch
 
 BOTH = pytest.mark.parametrize("is_exact", [True, False])
-CPU = torch.device("cpu")
 WHOLE = 1 << 20
 
 
