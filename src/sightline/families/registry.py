@@ -161,9 +161,7 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names in config.json of the number of experts per layer."""
 
 
-def check_parallel(
-    family: Family, model: str | Path, trainer: TrainerConfig, exact: bool
-) -> None:
+def check_parallel(family: Family, model: str | Path, trainer: TrainerConfig, exact: bool) -> None:
     """Raise if the trainer's ranks cannot divide the model as `[trainer]` says."""
     check_context_parallel(family, model, trainer.context_parallel, exact)
     check_expert_parallel(family, model, trainer.expert_parallel)

@@ -8,7 +8,7 @@ bytes, headers and files, but no model families, tensors or messages. It imports
 
 from sightline.media.decode import is_image_source
 from sightline.media.ingest import ImageIngestor, UrlRefCache, read_data_url
-from sightline.media.remote import is_address, open_store
+from sightline.media.open import is_address, open_store
 from sightline.media.ref import MediaRef
 from sightline.media.store import MediaStore
 

@@ -1,4 +1,4 @@
-"""Stores without a shared disk: the `Remote` protocol, the store built on it, and how to open one.
+"""Stores without a shared disk: the `Remote` protocol, and the store built on it.
 
 put --> remote, confirmed --> cache
 get --> cache --miss--> remote --verified--> cache
@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, TypeVar
-from urllib.parse import urlsplit
 
 from cachetools import TTLCache
 
@@ -38,7 +37,6 @@ WARN_AFTER_S = 1.0
 WARN_EVERY_S = 60.0
 DEFAULT_CACHE_BYTES = 10 * 10**9
 DEFAULT_CACHE_DIR = "~/.cache/sightline/media"
-OBJECT_STORES = ("s3", "gs", "az")
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 5.0
@@ -236,54 +234,3 @@ class RemoteStore(MediaStore):
     def _forget(self, digest: str) -> None:
         with self._refs_lock:
             self._confirmed.pop(digest, None)
-
-
-def is_address(root: str | Path) -> bool:
-    """Return whether a root is an address, not a folder of this machine."""
-    return "://" in str(root)
-
-
-def open_store(
-    root: str | Path,
-    fallback_roots: Iterable[str | Path] = (),
-    *,
-    limits: ImageLimits = decode.DEFAULT_LIMITS,
-    max_bytes: int | None = None,
-    token: str = "",
-    cache_dir: str | Path = "",
-    cache_bytes: int = DEFAULT_CACHE_BYTES,
-    timeout_s: float = TIMEOUT_S,
-    deadline_s: float = DEADLINE_S,
-) -> MediaStore:
-    """Open the store at `root`, which also reads from `fallback_roots`.
-
-    `token` is for media services. Remote stores cache images at `cache_dir`.
-    """
-    cache = DiskCache(Path(cache_dir or DEFAULT_CACHE_DIR), cache_bytes)
-
-    def open_single(place: str | Path, fallbacks: list[MediaStore]) -> MediaStore:
-        if not is_address(place):
-            return MediaStore(place, fallbacks, limits, max_bytes)
-        remote = _open_remote(str(place).rstrip("/"), token, limits, timeout_s, deadline_s)
-        return RemoteStore(remote, cache, fallbacks, limits, max_bytes)
-
-    return open_single(root, [open_single(place, []) for place in fallback_roots])
-
-
-def _open_remote(
-    address: str, token: str, limits: ImageLimits, timeout_s: float, deadline_s: float
-) -> Remote:
-    parts = urlsplit(address)
-    if parts.scheme in ("http", "https"):
-        from sightline.media.http_remote import HttpRemote
-
-        return HttpRemote(address, token, limits.max_bytes, timeout_s, deadline_s)
-    if parts.scheme in OBJECT_STORES:
-        from sightline.media.object_remote import ObjectRemote
-
-        return ObjectRemote(address, timeout_s, deadline_s)
-    raise MediaError(
-        f"{address} is not a store: {parts.scheme}:// is unknown",
-        "write a folder, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or "
-        "https://HOST:PORT",
-    )

@@ -18,7 +18,7 @@ import msgspec
 
 from sightline.errors import MediaCorrupt, MediaError
 from sightline.media.files import BLOBS, sync_directory
-from sightline.media.remote import is_address, open_store
+from sightline.media.open import is_address, open_store
 from sightline.media.store import MediaStore
 from sightline.regular_file import open_file
 

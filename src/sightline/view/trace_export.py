@@ -14,7 +14,6 @@ from sightline.message import Message, to_openai_message
 from sightline.trace import Trace
 from sightline.wire.file import write_atomic
 
-
 _COPIED = ("env", "task", "split", "seed", "reward", "rewards", "truncated", "error")
 """Fields of a record that are a trace's attributes."""
 

@@ -14,7 +14,7 @@ from sightline.config import AlgorithmConfig, RunFile, SftFile
 from sightline.errors import ConfigError
 from sightline.launch.processes import num_cores, reserve_port, split_threads
 from sightline.launch.run_plan import find_resources, list_names, list_placed
-from sightline.media.remote import OBJECT_STORES
+from sightline.media.open import OBJECT_STORES
 from sightline.orchestrator.task_order import load_task_order
 from sightline.rollout.engines import load_engine
 from sightline.run.machine import has_gpu

@@ -1,6 +1,6 @@
 """The runs of a dashboard, found in its folders, and the events that tell browsers of a change.
 
-    run directories --refresh every second--> RunWatcher --"moved"--> every open page
+run directories --refresh every second--> RunWatcher --"moved"--> every open page
 """
 
 from __future__ import annotations
