@@ -258,8 +258,7 @@ class JsonlRows:
             raise ConfigError(f"{self.where(number)}: {error}", "fix this line") from error
         if not isinstance(row, dict):
             raise ConfigError(
-                f"{self.where(number)} is a {type(row).__name__}",
-                "write one JSON object per line",
+                f"{self.where(number)} is a {type(row).__name__}", "write one JSON object per line"
             )
         return row
 

@@ -12,11 +12,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self, TypeVar
 
-from sightline.errors import (
-    RolloutTruncated,
-    SightlineError,
-    TurnLimitReached,
-)
+from sightline.errors import RolloutTruncated, SightlineError, TurnLimitReached
 from sightline.media import MediaRef, MediaStore
 from sightline.message import put_images
 from sightline.trace import Trace

@@ -25,12 +25,7 @@ from sightline.envs.threads import (
     guard_user_code,
     start_thread,
 )
-from sightline.errors import (
-    EngineError,
-    EnvironmentFailed,
-    SightlineError,
-    clean_text,
-)
+from sightline.errors import EngineError, EnvironmentFailed, SightlineError, clean_text
 from sightline.rollout.chat_sources import ChatSource
 from sightline.rollout.evaluation import open_trace
 from sightline.rollout.model_chat import ModelChat

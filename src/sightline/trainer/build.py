@@ -64,10 +64,7 @@ from sightline.trainer.ranks import (
 )
 from sightline.trainer.run_writer import AsyncPublisher, RunWriter
 from sightline.trainer.sft import ConversationBatches, open_source
-from sightline.trainer.shard import (
-    identify_machine,
-    shard_model,
-)
+from sightline.trainer.shard import identify_machine, shard_model
 from sightline.trainer.snapshot import load_shards, restore
 from sightline.trainer.watchdog import LONG_LIMIT_S, BackgroundTask, StallWatchdog
 from sightline.wire.control import BatchReady, ControlMessage

@@ -43,14 +43,7 @@ from sightline.trainer.step_result import (
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire.micro_batch import MicroBatch
 
-SUM_NAMES = (
-    "all_tokens",
-    "loss",
-    "loss_tokens",
-    "differing_routes",
-    "routes",
-    "oom_splits",
-)
+SUM_NAMES = ("all_tokens", "loss", "loss_tokens", "differing_routes", "routes", "oom_splits")
 METRIC = "algorithm "
 """Prefix of an algorithm's own metrics among the sums."""
 

@@ -67,8 +67,7 @@ class ServerPromptScorer:
             for token, entry in zip(token_ids, entries, strict=False)
         ):
             raise Misaligned(
-                "the server's logprobs do not belong to the prompt's tokens",
-                "see the server's log",
+                "the server's logprobs do not belong to the prompt's tokens", "see the server's log"
             )
         logprobs = [
             None if entry is None else entry[token].logprob

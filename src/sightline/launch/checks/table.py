@@ -15,15 +15,7 @@ from functools import cached_property
 from sightline.config import RunFile, SftFile, load_config
 from sightline.errors import SightlineError
 from sightline.families import Family
-from sightline.launch.checks import (
-    Check,
-    Finding,
-    machine,
-    model,
-    run_files,
-    servers,
-    settings,
-)
+from sightline.launch.checks import Check, Finding, machine, model, run_files, servers, settings
 from sightline.media import MediaStore, open_store
 from sightline.run import RunDir
 from sightline.trainer.checkpoint import CheckpointStore, ResumePoint

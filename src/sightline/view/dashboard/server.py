@@ -235,12 +235,7 @@ class Dashboard:
         return _json_response(rollout)
 
     def tokens(
-        self,
-        run: str,
-        file: str,
-        number: Int64,
-        node: int,
-        start: Annotated[int, Query(ge=0)] = 0,
+        self, run: str, file: str, number: Int64, node: int, start: Annotated[int, Query(ge=0)] = 0
     ) -> Response:
         tokens = rollout_page.describe_tokens(self._run(run), file, number, node, start)
         if tokens is None:

@@ -32,14 +32,7 @@ from sightline.view.dashboard.thumbnails import open_reduced
 from sightline.view.events import EventTail
 from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.run_status import RUNNING, find_launcher, find_state
-from sightline.view.sinks import (
-    PROBLEM_PREFIX,
-    SINKS,
-    RolloutRow,
-    RunIdentity,
-    Sink,
-    check_sinks,
-)
+from sightline.view.sinks import PROBLEM_PREFIX, SINKS, RolloutRow, RunIdentity, Sink, check_sinks
 from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
 
