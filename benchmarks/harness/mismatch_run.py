@@ -44,7 +44,7 @@ from sightline.trainer.build import build_learner, build_pixels, build_preparer
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
 from sightline.trainer.shard import full_tensor
-from sightline.trainer.step_result import MetricSums, StepTimer
+from sightline.trainer.step_result import MetricSums
 from sightline.wire.array import Array
 from sightline.wire.control import RolloutRequest
 from sightline.wire.sample import Batch, Sample
@@ -206,7 +206,7 @@ def compute_gradient(learner: Learner, loss: LossFunction, ready: ReadyBatch) ->
     alone = dataclasses.replace(learner, algorithm=algorithm, reference=None)
     alone.optimizer.zero_grad(set_to_none=True)
     for _, micro_batch in ready.iterate_with_pixels():
-        alone.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(alone.device))
+        alone.backward(micro_batch, MetricSums(SUM_NAMES))
     groups = alone.optimizer.param_groups
     gradients = [
         full_tensor(p.grad).flatten() for g in groups for p in g["params"] if p.grad is not None

@@ -29,7 +29,7 @@ from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.trainer.learner import SUM_NAMES
-from sightline.trainer.step_result import MetricSums, StepTimer
+from sightline.trainer.step_result import MetricSums
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 LENGTH = 1200
@@ -155,7 +155,7 @@ def test_exact_gradients_match_the_default_mode(
         learner = making.build_learner(config, trainer, store, steps=1)
         ready = exactness.prepare(learner, model, store, samples, 1 << 20, step=1)
         for micro_batch in ready.micro_batches:
-            learner.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(learner.device))
+            learner.backward(micro_batch, MetricSums(SUM_NAMES))
         grads = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
                  for p in learner.forward.model.parameters()]  # fmt: skip
         gradients.append(torch.cat([grad.float().flatten() for grad in grads]))

@@ -97,11 +97,11 @@ def test_micro_batch_does_not_synchronize_with_the_device(model: Path, store: Me
     learner = learner_of(model, store)
     ready = batch_of(learner, model, store)
     learner.step(ready)  # what is found out once, and kernels that are loaded
-    metric_sums, step_timer = MetricSums(SUM_NAMES), StepTimer(learner.device)
+    metric_sums = MetricSums(SUM_NAMES)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        learner.backward(ready.micro_batches[0], metric_sums, step_timer)
+        learner.backward(ready.micro_batches[0], metric_sums)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert np.isfinite(metric_sums.read()["loss"])

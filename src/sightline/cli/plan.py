@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         memory = read_gpu_memory(file.trainer.device)
     else:
         memory = read_available_memory()
-    divided = memory_plan.divide_gpu(file, memory_plan.measure, memory) if on_gpu else file
+    divided = memory_plan.divide_gpu(file, memory) if on_gpu else file
     chosen = divided or file
     plan = memory_plan.plan_memory(chosen, memory_plan.measure(chosen), memory, on_gpu)
     print_plan(plan, on_gpu)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(memory_plan.describe_choice(divided))
     if plan.fits and divided:
         return 0
-    print(f"does not fit: {memory_plan.find_fix(file, memory_plan.measure, memory, on_gpu)}")
+    print(f"does not fit: {memory_plan.find_fix(file, memory, on_gpu)}")
     return 1
 
 

@@ -36,6 +36,11 @@ class _TrainingFile(ConfigSection):
     trainer: sections.TrainerConfig = sections.TrainerConfig()
     lora: sections.LoraConfig = sections.LoraConfig()
 
+    def with_values(self, section: str, **values: Any) -> Self:
+        """Return a copy with these settings of a section, which are not validated again."""
+        changed = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: changed})
+
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
         if self.lora.vision_targets and not (self.lora.rank and self.model.train_vision):
@@ -193,17 +198,13 @@ _PATHS = (
 
 def resolve_paths(file: AnyRun) -> AnyRun:
     """Return the run file with absolute paths, because environments may change the directory."""
-    update: dict[str, ConfigSection] = {}
-    for section_name, name in _PATHS:
-        section = getattr(file, section_name, None)
-        path = getattr(section, name, "")
+    for section, name in _PATHS:
+        path = getattr(getattr(file, section, None), name, "")
         is_hub_id = name in ("path", "teacher") and not Path(path).exists()
-        is_local = bool(path) and not is_hub_id and "://" not in path
-        if isinstance(section, ConfigSection) and is_local:
+        if path and not is_hub_id and "://" not in path:
             absolute = str(Path(path).expanduser().absolute())
-            section = update.get(section_name, section)
-            update[section_name] = section.model_copy(update={name: absolute})
-    return file.model_copy(update=update)
+            file = file.with_values(section, **{name: absolute})
+    return file
 
 
 def iter_settings(kind: type[ConfigSection]) -> Iterator[tuple[str, str, Any]]:
@@ -216,8 +217,7 @@ def iter_settings(kind: type[ConfigSection]) -> Iterator[tuple[str, str, Any]]:
 def keep_planned(old: AnyRun, new: AnyRun) -> AnyRun:
     """Return `new`, where it leaves micro-batches unset, with those of the run that it resumes."""
     tokens = new.trainer.micro_batch_tokens or old.trainer.micro_batch_tokens
-    trainer = new.trainer.model_copy(update={"micro_batch_tokens": tokens})
-    return new.model_copy(update={"trainer": trainer})
+    return new.with_values("trainer", micro_batch_tokens=tokens)
 
 
 def check_resume(old: AnyRun, new: AnyRun) -> None:

@@ -5,14 +5,7 @@ a reward. Workers load neither torch nor transformers.
 """
 
 from sightline.envs.conversation import Conversation, last_images, last_turns
-from sightline.envs.protocol import (
-    Chat,
-    Environment,
-    Outcome,
-    Reward,
-    Task,
-    load_environment,
-)
+from sightline.envs.protocol import Chat, Environment, Outcome, Reward, Task, load_environment
 from sightline.envs.threads import BlockingChat
 
 __all__ = [

@@ -57,10 +57,7 @@ def build_parser(
     if not isinstance(actions, Mapping):
         actions = {name: number for number, name in enumerate(actions)}
     if not actions:
-        raise ConfigError(
-            f"{where}: [env.args] actions is empty",
-            "name each action once",
-        )
+        raise ConfigError(f"{where}: [env.args] actions is empty", "name each action once")
     return NamedActions(actions)
 
 

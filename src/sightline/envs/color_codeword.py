@@ -35,17 +35,11 @@ LETTERS = "".join(COLORS)
 _NAMES = "red green blue yellow pink cyan salmon white ebony"
 WORDS = dict(zip(LETTERS, _NAMES.split(), strict=True))
 """Colour name of each letter, for models without a vision tower."""
-GLYPHS = {
-    "A": "010101111101101",
-    "B": "110101110101110",
-    "C": "011100100100011",
-    "D": "110101101101110",
-    "E": "111100110100111",
-    "F": "111100110100100",
-    "G": "011100101101011",
-    "H": "101101111101101",
-    "I": "111010010010111",
-}
+_BITMAPS = (
+    "010101111101101 110101110101110 011100100100011 110101101101110 111100110100111 "
+    "111100110100100 011100101101011 101101111101101 111010010010111"
+)
+GLYPHS = dict(zip(LETTERS, _BITMAPS.split(), strict=True))
 """3x5 bitmaps for demonstrations that show letters."""
 
 
@@ -73,9 +67,8 @@ class ColorCodeword(Environment):
     def task(self, index: int, split: str) -> Task:
         rng = self.task_rng(index, split)
         num = self.squares * self.turns
-        return Task(
-            index, split, [(rng.choice(LETTERS), rng.randrange(self.shades)) for _ in range(num)]
-        )
+        squares = [(rng.choice(LETTERS), rng.randrange(self.shades)) for _ in range(num)]
+        return Task(index, split, squares)
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
         truth = "".join(letter for letter, _ in task.data)
@@ -86,7 +79,8 @@ class ColorCodeword(Environment):
             # A turn gains from each new correct letter and loses for each one it fails to repeat.
             gain = _num_right(reply.text, truth) - _num_right(answer, truth)
             answer = reply.text
-            malformed = not _is_well_formed(answer, (turn + 1) * self.squares)
+            is_complete = len(answer) == (turn + 1) * self.squares
+            malformed = not is_complete or not COLORS.keys() >= set(answer)
             per_turn.append(gain / self.squares - self.malformed_penalty * malformed)
         letters = _num_right(answer, truth) / len(truth)
         return Outcome(
@@ -139,10 +133,6 @@ class ColorCodeword(Environment):
     def letter(self, letter: str) -> bytes:
         """Return a picture of the letter itself, as a PNG."""
         return encode_png(draw_glyph(GLYPHS[letter], self.side))
-
-
-def _is_well_formed(answer: str, length: int) -> bool:
-    return len(answer) == length and all(letter in COLORS for letter in answer)
 
 
 def _num_right(answer: str, truth: str) -> int:

@@ -85,8 +85,6 @@ class OpenEnvEnvironment(Environment):
 
 @dataclass
 class _Episode:
-    """One episode."""
-
     owner: OpenEnvEnvironment
     client: Any
     result: Any

@@ -14,6 +14,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ RECENT_ROWS = 32
 """Rows that are kept for the other rollouts of their group."""
 
 
+@dataclass(eq=False, repr=False)
 class TaskFile:
     """Rows of a file as tasks. No row is in two splits.
 
@@ -44,56 +46,51 @@ class TaskFile:
     a seed, it is the file's order.
     """
 
-    def __init__(
-        self,
-        rows: TaskRows,
-        folder: Path,
-        images: Sequence[str],
-        numbers: Mapping[str, Sequence[int]],
-        seed: int | None,
-    ) -> None:
-        self._rows = rows
-        self._folder = folder
-        self._images = rows.image_columns | frozenset(images)
-        self._numbers = numbers
-        """Row numbers by split."""
-        self._seed = seed
+    rows: TaskRows
+    folder: Path
+    """The folder of the images that rows name."""
+    images: Sequence[str]
+    numbers: Mapping[str, Sequence[int]]
+    """Row numbers by split."""
+    seed: int | None
+
+    def __post_init__(self) -> None:
         self._order: tuple[int, list[int]] = (-1, [])
         """An epoch and its order."""
         self._recent: LRUCache[int, dict[str, Any]] = LRUCache(RECENT_ROWS)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def count(self, split: str) -> int:
-        return len(self._numbers.get(split, ()))
+        return len(self.numbers.get(split, ()))
 
     def get_row_number(self, index: int, split: str) -> int:
         """Return the row number of task `index` in a split. Indices wrap around."""
-        numbers = self._numbers.get(split)
+        numbers = self.numbers.get(split)
         if not numbers:
             raise ConfigError(
-                f"the split {split!r} has no rows, out of {len(self._rows)}",
+                f"the split {split!r} has no rows, out of {len(self.rows)}",
                 f"give it some, for example with {split}_fraction = 0.1",
             )
         epoch, at = divmod(index, len(numbers))
-        if split != "train" or self._seed is None:
+        if split != "train" or self.seed is None:
             return numbers[at]
         current, order = self._order
         if current != epoch:
             order = list(range(len(numbers)))
-            random.Random(f"{self._seed}:epoch:{epoch}").shuffle(order)
+            random.Random(f"{self.seed}:epoch:{epoch}").shuffle(order)
             self._order = (epoch, order)
         return numbers[order[at]]
 
     def read(self, number: int, put: Put) -> dict[str, Any]:
         """Return a row, with its images replaced by refs."""
         row = self.read_raw(number)
-        for column in self._images & row.keys():
+        for column in (self.rows.image_columns | {*self.images}) & row.keys():
             name = f"column {column!r}"
             try:
-                row[column] = put_cell_images(row[column], put, self._folder, name)
+                row[column] = put_cell_images(row[column], put, self.folder, name)
             except MediaError as error:
                 problem = f"{name}: {error.problem.removeprefix(f'{name}: ')}"
                 raise type(error)(f"{self.where(number)}, {problem}", error.fix) from error
@@ -104,12 +101,12 @@ class TaskFile:
         with self._lock:
             row = self._recent.get(number)
             if row is None:
-                row = self._recent[number] = self._rows.row(number)
+                row = self._recent[number] = self.rows.row(number)
         return dict(row)
 
     def where(self, number: int) -> str:
         """Return the file and line, or the dataset and row."""
-        return self._rows.where(number)
+        return self.rows.where(number)
 
 
 def open_tasks(
@@ -261,8 +258,7 @@ class JsonlRows:
             raise ConfigError(f"{self.where(number)}: {error}", "fix this line") from error
         if not isinstance(row, dict):
             raise ConfigError(
-                f"{self.where(number)} is a {type(row).__name__}",
-                "write one JSON object per line",
+                f"{self.where(number)} is a {type(row).__name__}", "write one JSON object per line"
             )
         return row
 

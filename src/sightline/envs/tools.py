@@ -75,7 +75,9 @@ class Toolbox:
                     result = await asyncio.to_thread(function, **values)
             except ToolError as error:
                 result = f"error: {mask(str(error))}"
-            results.append(_result_message(call, result, put))
+            outputs = result if isinstance(result, tuple) else (result,)
+            parts = join_texts([_result_part(part, put) for part in outputs if part is not None])
+            results.append(Message("tool", parts, tool_call_id=call.id or None))
         return results
 
     def read(self, answer: AssistantMessage) -> dict[str, Any] | None:
@@ -125,17 +127,14 @@ def _build_tool(function: Callable[..., Any]) -> Tool:
     hints = typing.get_type_hints(function, include_extras=True)
     hints.pop("return", None)
     properties, required, types = {}, [], {}
+    where = f"tool {function.__name__}"
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ConfigError(
-                f"tool {function.__name__} takes *{name}", "declare each parameter by name"
-            )
+            raise ConfigError(f"{where} takes *{name}", "declare each parameter by name")
         if name not in hints:
-            raise ConfigError(
-                f"tool {function.__name__}: parameter {name} has no type", "annotate it"
-            )
+            raise ConfigError(f"{where}: parameter {name} has no type", "annotate it")
         types[name], note = _split_annotation(hints[name])
-        properties[name] = _type_schema(types[name], f"tool {function.__name__}: parameter {name}")
+        properties[name] = _type_schema(types[name], f"{where}: parameter {name}")
         if note:
             properties[name]["description"] = note
         if parameter.default is parameter.empty:
@@ -173,12 +172,6 @@ def _type_schema(hint: Any, where: str) -> dict[str, Any]:
             "use str, int, float, bool, Literal, list, dict, or a union of those",
         )
     return schema
-
-
-def _result_message(call: ToolCall, result: Any, put: Put) -> Message:
-    results = result if isinstance(result, tuple) else (result,)
-    parts = join_texts([_result_part(value, put) for value in results if value is not None])
-    return Message(role="tool", content=parts, tool_call_id=call.id or None)
 
 
 def _result_part(result: Any, put: Put) -> Part:

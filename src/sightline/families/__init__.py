@@ -4,23 +4,14 @@ Code outside a family's folder never names the family. `registry` finds the fami
 """
 
 from sightline.families.protocol import Family, Forward, ImageLayout, Packing
-from sightline.families.registry import (
-    check_context_parallel,
-    check_expert_parallel,
-    check_tensor_parallel,
-    load_family,
-    load_forward,
-    load_renderer,
-)
+from sightline.families.registry import check_parallel, load_family, load_forward, load_renderer
 
 __all__ = [
     "Family",
     "Forward",
     "ImageLayout",
     "Packing",
-    "check_context_parallel",
-    "check_expert_parallel",
-    "check_tensor_parallel",
+    "check_parallel",
     "load_family",
     "load_forward",
     "load_renderer",

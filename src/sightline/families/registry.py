@@ -35,6 +35,8 @@ from sightline.render import Renderer
 if TYPE_CHECKING:
     import torch
 
+    from sightline.config import TrainerConfig
+
 
 FAMILY_PACKAGES = (__name__.rpartition(".")[0], "sightline_families")
 """The packages that contain families: ours, and the namespace package for plugins."""
@@ -156,6 +158,13 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names in config.json of the number of experts per layer."""
+
+
+def check_parallel(family: Family, model: str | Path, trainer: TrainerConfig, exact: bool) -> None:
+    """Raise if the trainer's ranks cannot divide the model as `[trainer]` says."""
+    check_context_parallel(family, model, trainer.context_parallel, exact)
+    check_expert_parallel(family, model, trainer.expert_parallel)
+    check_tensor_parallel(family, model, trainer.tensor_parallel)
 
 
 def check_context_parallel(family: Family, model: str | Path, size: int, exact: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,8 +51,6 @@ SAVERS: tuple[tuple[str, str, Any], ...] = (
 )  # fmt: skip
 """Settings that save memory. They are added in this order until the run fits."""
 
-Measure = Callable[[RunFile | SftFile], "ModelMemory"]
-
 
 class MicroBatchSize(NamedTuple):
     tokens: int
@@ -86,11 +84,11 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        devices: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for process in self.processes:
-            devices[process.device] = devices.get(process.device, 0) + process.total
+            totals[process.device] += process.total
         within = all(process.total <= process.limit for process in self.processes)
-        return within and all(total <= self.capacity for total in devices.values())
+        return within and all(total <= self.capacity for total in totals.values())
 
 
 def plan_memory(
@@ -126,9 +124,8 @@ def plan_memory(
     speed = RECOMPUTED_SPEED if trainer.activation_checkpointing else KEPT_SPEED
     price = model.price
     work = price.token * size.tokens + price.trained * size.trained + price.patch * size.patches
-    return MemoryPlan(
-        tuple(processes), int(memory * (1 - contexts)), size, work / (speed * MATRIX_FLOPS)
-    )
+    seconds = work / (speed * MATRIX_FLOPS)
+    return MemoryPlan(tuple(processes), int(memory * (1 - contexts)), size, seconds)
 
 
 def plan_rank(
@@ -228,7 +225,7 @@ def plan_server(file: RunFile, model: ModelMemory, limit: int, on_gpu: bool) -> 
     return items
 
 
-def divide_gpu(file: AnyRun, measure: Measure, memory: int) -> AnyRun | None:
+def divide_gpu(file: AnyRun, memory: int) -> AnyRun | None:
     """Choose the micro-batch size and the servers' share of a GPU that they share with the trainer.
 
     Only unset settings are chosen. Return the run file with the largest micro-batches that fit into
@@ -242,10 +239,10 @@ def divide_gpu(file: AnyRun, measure: Measure, memory: int) -> AnyRun | None:
     model = measure(file)
     largest = max(MAX_TOKENS, -(-_get_longest(file) // TOKEN_STEP) * TOKEN_STEP)
     for size in [tokens] if tokens else range(largest, 0, -TOKEN_STEP):
-        candidate = _set(file, "trainer", "micro_batch_tokens", size)
+        candidate = file.with_values("trainer", micro_batch_tokens=size)
         if share is None:
             chosen = _find_share(candidate, model, memory)
-            candidate = _set(candidate, "inference", "gpu_memory_utilization", chosen)
+            candidate = candidate.with_values("inference", gpu_memory_utilization=chosen)
         if plan_memory(candidate, model, memory).fits:
             return candidate
     return None
@@ -261,7 +258,7 @@ def _find_share(file: RunFile, model: ModelMemory, memory: int) -> float:
     return max(1, min(left, math.ceil(100 * full / memory))) / 100
 
 
-def find_fix(file: AnyRun, measure: Measure, memory: int, on_gpu: bool = True) -> str:
+def find_fix(file: AnyRun, memory: int, on_gpu: bool = True) -> str:
     """Return the settings with which the run fits."""
     removed, added = [], []
     for section, name, value in SAVERS:
@@ -269,12 +266,12 @@ def find_fix(file: AnyRun, measure: Measure, memory: int, on_gpu: bool = True) -
         is_saved = settings is None or getattr(settings, name) == value
         if is_saved or (section == "lora" and (file.lora.rank or file.model.exact)):
             continue
-        file = _set(file, section, name, value)
+        file = file.with_values(section, **{name: value})
         if value is None:
             removed.append(f"[{section}] {name}")
         else:
             added.append(f"{section}.{name}={json.dumps(value)}")
-        divided = divide_gpu(file, measure, memory) if on_gpu else file
+        divided = divide_gpu(file, memory) if on_gpu else file
         if divided and plan_memory(divided, measure(divided), memory, on_gpu).fits:
             parts = [f"remove {' and '.join(removed)}"] if removed else []
             parts += [f"append {' '.join(added)}"] if added else []
@@ -290,12 +287,12 @@ def fill_in(file: RunFile) -> RunFile:
     from sightline.compute.model import read_gpu_memory
 
     memory = read_gpu_memory(file.trainer.device)
-    divided = divide_gpu(file, measure, memory)
+    divided = divide_gpu(file, memory)
     if divided is None:
         raise ConfigError(
             f"[model] path = {file.model.path!r}: trainer and servers need more than the "
             f"{memory / 1e9:.0f} GB of their GPU. `sightline plan` prints what each holds",
-            find_fix(file, measure, memory),
+            find_fix(file, memory),
         )
     print(describe_choice(divided))
     return divided
@@ -317,12 +314,6 @@ def _get_longest(file: RunFile) -> int:
 
 
 def measure(file: RunFile | SftFile) -> ModelMemory:
-    """Measure the run file's model."""
     from sightline.trainer.model_memory import measure_model
 
     return measure_model(file.model, file.lora)
-
-
-def _set(file: AnyRun, section: str, name: str, value: Any) -> AnyRun:
-    changed = getattr(file, section).model_copy(update={name: value})
-    return file.model_copy(update={section: changed})

@@ -23,8 +23,6 @@ class Resources:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process to start."""
-
     name: str
     arguments: list[str]
     threads: int

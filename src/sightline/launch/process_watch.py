@@ -14,10 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sightline.regular_file import read_bytes, read_text
+from sightline.regular_file import read_bytes
+from sightline.run.machine import read_process_stat
 
-STOPPED_AFTER_S = 3.0
-"""Shorter stops are not reported, because debuggers and shells stop processes briefly."""
 MARK_VARIABLE = "SIGHTLINE_PROCESS"
 """Environment variable with the name of a run's process. All its descendants inherit it."""
 _KILL_ROUNDS = 100
@@ -27,15 +26,6 @@ MAX_LOG_BYTES, LOG_TAIL_BYTES = 64 << 20, 32 << 20
 """Maximum size of a log, and the size of the tail that is kept of a larger one."""
 
 
-def _read_stat(pid: int) -> tuple[str, int]:
-    """Return a process's state and parent, or an empty string and 0 if it is gone."""
-    try:
-        words = read_text(f"/proc/{pid}/stat", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "", 0
-    return words[0], int(words[1])
-
-
 @dataclass
 class StoppedProcessWatch:
     """Reports processes that a signal has stopped, and when they continue."""
@@ -43,14 +33,15 @@ class StoppedProcessWatch:
     list_pids: Callable[[], dict[str, int]]
     """Returns the running processes by name."""
     tell: Callable[[str], object]
-    after_s: float = STOPPED_AFTER_S
+    after_s: float = 3.0
+    """Shorter stops are not reported, because debuggers and shells stop processes briefly."""
     _since: dict[tuple[str, int], float] = field(default_factory=dict)
     _named: set[tuple[str, int]] = field(default_factory=set)
 
     def check(self) -> None:
         now = time.monotonic()
         running = set(self.list_pids().items())
-        stopped = {(name, pid) for name, pid in running if _read_stat(pid)[0] in ("T", "t")}
+        stopped = {(name, pid) for name, pid in running if read_process_stat(pid)[0] in ("T", "t")}
         for name, pid in stopped:
             since = self._since.setdefault((name, pid), now)
             if now - since >= self.after_s and (name, pid) not in self._named:
@@ -88,7 +79,7 @@ def find_marked(run_dir: Path) -> dict[int, str]:
     run's process that it belongs to."""
     parents, marked, home = dict[int, int](), dict[int, str](), run_dir.resolve()
     for folder in Path("/proc").glob("[0-9]*"):
-        state, parent = _read_stat(pid := int(folder.name))
+        state, parent = read_process_stat(pid := int(folder.name))
         if state in ("", "Z", "X") or pid == os.getpid():
             continue
         parents[pid] = parent

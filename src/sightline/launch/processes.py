@@ -349,8 +349,7 @@ def watch_processes(
                 break
             if len(signals) > 1:
                 raise ProcessFailed(
-                    "killed by a second signal",
-                    f"resume with `{processes.resume_command}`",
+                    "killed by a second signal", f"resume with `{processes.resume_command}`"
                 )
             if signals and not stop_requested:
                 stop_requested = True

@@ -118,17 +118,14 @@ def make_copy(name: str, hub: str, run_dir: RunDir, rights: str) -> None:
     if token := files.pop(MEDIA_TOKEN, None):
         path = run_dir.inside(MEDIA_TOKEN)
         write_private(path, token.data.decode())
-        media = config.media.model_copy(update={"token": f"file:{path}", "control_token": ""})
-        config = config.model_copy(update={"media": media})
+        config = config.with_values("media", token=f"file:{path}", control_token="")
     # The trainer removes the parts that only it fetches.
     is_trainer = name.startswith("trainer")
     blobs = open_blobs(config.media.root, config.media.read_token(for_control=is_trainer))
     for change in files.values():
         write_file(run_dir.path, change, blobs)
     folder = run_dir.path / "model" / Path(config.model.path).name
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"path": str(folder)})}
-    )
+    config = config.with_values("model", path=str(folder))
     write_atomic(run_dir.config, dump_checked_toml(config).encode())
 
 
@@ -177,9 +174,8 @@ def _run_child(name: str, hub: str, run_dir: RunDir, words: Sequence[str], threa
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: child.send_signal(number))
     spoke = Spoke(hub, name, read_rights(run_dir, name).channel)
-    spoke.send(
-        control.encode(FileChanges((FileChange(f"logs/{address.name}", read_bytes(address)),)))
-    )
+    change = FileChange(f"logs/{address.name}", read_bytes(address))
+    spoke.send(control.encode(FileChanges((change,))))
     try:
         while (exit_code := child.poll()) is None:
             data = spoke.receive(POLL_S)

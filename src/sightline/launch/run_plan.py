@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -113,12 +112,8 @@ def count_components(file: RunFile) -> Counter[Resources]:
             "has its own nodes",
             "remove nodes, or slurm from the resources",
         )
-    return Counter([_add_up(resources)])
-
-
-def _add_up(resources: Sequence[Resources]) -> Resources:
     cpus, gpus = sum(r.cpus for r in resources), sum(ceil(r.gpus) for r in resources)
-    return Resources(cpus, gpus, sum(r.memory_gb for r in resources))
+    return Counter([Resources(cpus, gpus, sum(r.memory_gb for r in resources))])
 
 
 def list_names(file: RunFile) -> list[str]:
@@ -174,13 +169,9 @@ def describe_plan(file: RunFile, specs: list[ProcessSpec]) -> str:
             where = "in the job's batch script"
         if file.launch.find_host(spec.name):
             where = f"by `{shlex.join(spec.host)}`"
-        here = replace(spec.resources, cpus=spec.threads)
-        resources = _describe(here if where == "here" else spec.resources)
-        lines.append(f"{spec.name} ({where}): {resources}")
+        cpus = spec.threads if where == "here" else spec.resources.cpus
+        memory_gb = spec.resources.memory_gb
+        memory = f", {memory_gb:g} GB" if memory_gb else ""
+        lines.append(f"{spec.name} ({where}): {cpus} CPU, {spec.resources.gpus:g} GPU{memory}")
         lines.append(f"    {shlex.join(spec.command)}")
     return "\n".join(lines)
-
-
-def _describe(resources: Resources) -> str:
-    memory = f", {resources.memory_gb:g} GB" if resources.memory_gb else ""
-    return f"{resources.cpus} CPU, {resources.gpus:g} GPU{memory}"

@@ -13,14 +13,7 @@ from sightline.families import load_family
 from sightline.launch.checks.servers import check_external_servers
 from sightline.regular_file import read_bytes
 from sightline.run import RunDir
-from sightline.run.server_changes import (
-    DRAIN,
-    REMOVE,
-    SERVE,
-    Wanted,
-    change_server,
-    list_wanted,
-)
+from sightline.run.server_changes import DRAIN, REMOVE, SERVE, Wanted, change_server, list_wanted
 from sightline.wire.control import ServerStatus
 
 
@@ -47,15 +40,13 @@ def take_server(run_dir: RunDir, config: RunFile, url: str, wanted: Wanted) -> s
     """Drain or remove a server. Raise if no other server would be left."""
     servers = list_servers(run_dir, config)
     if url not in servers:
-        raise ConfigError(
-            f"the run has no server {url}", f"choose from: {', '.join(servers) or 'none'}"
-        )
+        names = ", ".join(servers) or "none"
+        raise ConfigError(f"the run has no server {url}", f"choose from: {names}")
     if wanted == REMOVE and url not in list_wanted(run_dir, config.inference.servers):
         raise ConfigError(f"the run started {url} itself, and cannot remove it", "drain it instead")
     if not any(state == SERVE for name, state in servers.items() if name != url):
         raise ConfigError(
-            f"{url} is the run's last server",
-            "add another first: `sightline servers RUN add URL`",
+            f"{url} is the run's last server", "add another first: `sightline servers RUN add URL`"
         )
     change_server(run_dir, config.inference.servers, url, wanted)
     return f"{url} {'gets no further turns' if wanted == DRAIN else 'is removed'}"

@@ -102,7 +102,6 @@ def submit(script: str) -> str:
 
 
 def requeue() -> None:
-    """Requeue this job."""
     job = os.environ.get("SLURM_JOB_ID", "")
     fix = "submit it again with `sightline rl --resume RUN --on slurm`"
     _call(["scontrol", "requeue", job], "", f"cannot requeue job {job}", fix)

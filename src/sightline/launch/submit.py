@@ -41,12 +41,7 @@ class Preempted(Exception):
 
 
 def submit_run(
-    path: Path,
-    overrides: Sequence[str],
-    resume: Path | None,
-    *,
-    dry_run: bool,
-    output: Path | None,
+    path: Path, overrides: Sequence[str], resume: Path | None, *, dry_run: bool, output: Path | None
 ) -> None:
     """Write the cluster's files for the run file `path` or the run `resume`. Submit a Slurm job,
     unless `dry_run` or `output` asks only for the files."""

@@ -26,8 +26,6 @@ from sightline.launch.processes import Processes, ProcessSpec, TrainerWatchdog
 from sightline.rollout.heartbeat import find_heartbeat
 
 MAX_RESTARTS = 8
-STEADY_S = 300.0
-"""After this time without a failure, restarts are counted from 0 again."""
 LONGEST_PAUSE_S = 30.0
 ROLLOUTS_PER_WORKER = 128
 MEMORY_SHARE = 0.5
@@ -51,9 +49,8 @@ def resolve_workers(config: RunFile, cores: int) -> tuple[RunFile, str]:
     if workers:
         return config, f"workers: {workers} ([rollout] workers)"
     number = max(1, min(cores, math.ceil(in_flight / ROLLOUTS_PER_WORKER)))
-    rollout = config.rollout.model_copy(update={"workers": number})
     why = f"{in_flight} rollouts in flight, up to {ROLLOUTS_PER_WORKER} per worker; {cores} cores"
-    return config.model_copy(update={"rollout": rollout}), f"workers: {number} ({why})"
+    return config.with_values("rollout", workers=number), f"workers: {number} ({why})"
 
 
 def get_memory_limit(config: RunFile) -> int:
@@ -69,7 +66,8 @@ class RestartBudget:
     """Counts consecutive restarts and plans the pause before each."""
 
     max_restarts: int = MAX_RESTARTS
-    steady_s: float = STEADY_S
+    steady_s: float = 300.0
+    """After this time without a failure, restarts are counted from 0 again."""
     clock: Callable[[], float] = time.monotonic
     num_restarts: int = 0
     due: float | None = None

@@ -54,8 +54,7 @@ class TorchrunContext:
                 f"{config.trainer.address!r}",
                 "set it to an address of rank 0's machine that the others reach",
             )
-        trainer = config.trainer.model_copy(update={"ranks": self.size})
-        return config.model_copy(update={"trainer": trainer})
+        return config.with_values("trainer", ranks=self.size)
 
 
 def find_context() -> TorchrunContext | None:

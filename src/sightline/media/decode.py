@@ -62,9 +62,8 @@ def encode_png(image: Image) -> bytes:
     """Encode an image as an RGB PNG without metadata, with the pixels of `open_rgb`."""
     try:
         image.load()
-        upright = _rotate_upright(
-            _convert_rgb(image), exif_orientation(image.info.get("exif") or b"")
-        )
+        orientation = exif_orientation(image.info.get("exif") or b"")
+        upright = _rotate_upright(_convert_rgb(image), orientation)
     except Exception as error:
         raise MediaRefused(
             f"a PIL image of mode {image.mode} cannot be converted to RGB ({error})",

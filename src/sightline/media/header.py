@@ -283,10 +283,7 @@ def _walk_webp(data: bytes) -> _Walked:
 
 def _webp_size(kind: bytes, body: bytes) -> tuple[int, int]:
     if kind == b"VP8X" and len(body) == 10:
-        return (
-            1 + int.from_bytes(body[4:7], "little"),
-            1 + int.from_bytes(body[7:10], "little"),
-        )
+        return (1 + int.from_bytes(body[4:7], "little"), 1 + int.from_bytes(body[7:10], "little"))
     if kind == b"VP8L" and len(body) >= 5 and body[0] == 0x2F:
         bits = int.from_bytes(body[1:5], "little")
         return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)

@@ -41,9 +41,8 @@ _NO_SERVICE_FIX = (
 def derive_worker_token(token: str, name: str) -> str:
     """Return a token of the service for one worker, which reads only the images that it has put.
     It does not reveal the service's `token`."""
-    return (
-        f"{name}.{hmac.digest(token.encode(), f'sightline:media:{name}'.encode(), 'sha256').hex()}"
-    )
+    digest = hmac.digest(token.encode(), f"sightline:media:{name}".encode(), "sha256")
+    return f"{name}.{digest.hex()}"
 
 
 class GcRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -108,9 +107,8 @@ class HttpRemote:
         def collect() -> bytes:
             return self._request("POST", "/gc", body, timeout_s=_GC_TIMEOUT_S, max_bytes=1 << 40)[1]
 
-        return msgspec.json.decode(
-            retry(collect, self.address, self.deadline_s), type=files.GcReport
-        )
+        report = retry(collect, self.address, self.deadline_s)
+        return msgspec.json.decode(report, type=files.GcReport)
 
     def check_writable(self) -> None:
         self._request("POST", "/check")

@@ -22,13 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from cachetools import LRUCache
 
-from sightline.errors import (
-    ConfigError,
-    MediaError,
-    MediaMissing,
-    MediaRefused,
-    MessageError,
-)
+from sightline.errors import ConfigError, MediaError, MediaMissing, MediaRefused, MessageError
 from sightline.media.decode import DEFAULT_LIMITS
 from sightline.media.fetch import HostResolver, fetch, resolve_host
 from sightline.media.header import ImageLimits
@@ -47,10 +41,7 @@ class UrlRefCache:
     """
 
     def __init__(
-        self,
-        resolve: Callable[[str, str], MediaRef],
-        store: MediaStore,
-        max_urls: float = math.inf,
+        self, resolve: Callable[[str, str], MediaRef], store: MediaStore, max_urls: float = math.inf
     ) -> None:
         self._resolve = resolve
         self._store = store
@@ -134,8 +125,7 @@ class ImageIngestor:
         ref = self.store.get_ref(digest)
         if not self.store.touch(digest):  # only this machine's cache has it
             raise MediaMissing(
-                f"image {digest[:12]} is no longer in the store {self.store.places}",
-                "put it again",
+                f"image {digest[:12]} is no longer in the store {self.store.places}", "put it again"
             )
         return ref
 

@@ -302,11 +302,7 @@ class MediaStore:
         return self._find(digest, renew=False)
 
     def gc(
-        self,
-        in_use: Collection[str],
-        min_age_s: float = 3600.0,
-        *,
-        dry_run: bool = False,
+        self, in_use: Collection[str], min_age_s: float = 3600.0, *, dry_run: bool = False
     ) -> files.GcReport:
         """Remove images of `root` that are not `in_use` and were unused for `min_age_s` seconds.
 

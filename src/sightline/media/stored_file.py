@@ -27,8 +27,6 @@ NUM_CONNECTIONS = 8
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file in a store."""
-
     nbytes: int
     parts: tuple[str, ...]
     """Digests of its parts, in order. All but the last have `PART_BYTES`."""

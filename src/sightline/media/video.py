@@ -66,8 +66,7 @@ def inspect_video(
             limits.check_video(num_frames, num_frames / fps, size[0] * size[1])
     if not num_frames or announced not in (0, num_frames):
         raise MediaRefused(
-            f"{mime} has {num_frames} frames. Its header says {announced}",
-            "send the whole file",
+            f"{mime} has {num_frames} frames. Its header says {announced}", "send the whole file"
         )
     return VideoHeader(mime, *size, num_frames, fps)
 
@@ -177,10 +176,7 @@ def _open_stream(data: bytes, mime: str, limits: ImageLimits) -> Iterator[Any]:
 
 
 def _decode(
-    stream: Any,
-    limits: ImageLimits,
-    size: tuple[int, int] | None = None,
-    max_s: float = math.inf,
+    stream: Any, limits: ImageLimits, size: tuple[int, int] | None = None, max_s: float = math.inf
 ) -> Iterator[Any]:
     """Yield the frames in display order, all in one size."""
     decode_s = 0.0
@@ -212,8 +208,7 @@ def import_av() -> Any:
         import av
     except ImportError as error:
         raise MediaError(
-            "videos require PyAV, which is not installed",
-            "run: pip install 'sightline-rl[video]'",
+            "videos require PyAV, which is not installed", "run: pip install 'sightline-rl[video]'"
         ) from error
     return av
 

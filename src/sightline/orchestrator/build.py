@@ -57,7 +57,6 @@ def build_client(config: RunFile, secret: str, url: str, is_own: bool) -> Genera
 def build_servers(
     config: RunFile, run_dir: RunDir, events: EventLog, secret: str, urls: Sequence[str]
 ) -> ServerPool:
-    """Build the pool of servers for rollouts."""
     is_own = not config.inference.servers
     wanted = list_wanted(run_dir, config.inference.servers)
     return ServerPool(
@@ -111,9 +110,8 @@ def build(
     )
     policy = PolicyUpdater(events, [servers.adopt], run_dir.weights, blobs, servers.first_version)
     observer = StepMetrics(run_state, policy, store, events, rollouts, config.run.steps)
-    evaluator = Evaluator(
-        rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
-    )
+    evals = config.eval
+    evaluator = Evaluator(rollouts, run_state, events, run_dir, evals.tasks, evals.temperature)
     stop_at = config.run.stop_at
     goal = None if stop_at is None else RewardGoal(stop_at, evaluator, policy)
     background_evaluator = None

@@ -42,9 +42,6 @@ from sightline.wire.control import (
 )
 
 TRAINER = "trainer"
-TRAINER_TIMEOUT_S = 3600.0
-"""Maximum time without a message from a remote trainer. It sends a heartbeat every second once it
-has its copy of the run. A restart on another node, including that copy, must fit in this time."""
 
 
 @dataclass
@@ -68,7 +65,9 @@ class ControlRouter:
     """The run directory, for processes on machines that do not share it."""
     trainer_error_file: Path | None = None
     """File with the error of a failed trainer on another machine; None for a local trainer."""
-    trainer_timeout_s: float = TRAINER_TIMEOUT_S
+    trainer_timeout_s: float = 3600.0
+    """Maximum time without a message from a remote trainer. It sends a heartbeat every second once
+    it has its copy of the run. A restart on another node, including that copy, must fit in it."""
     orchestrator: Orchestrator = field(init=False)
     """Handles the messages of the other processes."""
 

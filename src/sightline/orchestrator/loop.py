@@ -169,9 +169,8 @@ class Orchestrator:
             while True:
                 num_groups = self._count_startable_groups(step, collection)
                 await self.rollouts.start_groups(num_groups, max(0, self.policy.version))
-                adopted = asyncio.ensure_future(
-                    self.policy.wait_for_version(self.policy.version + 1)
-                )
+                next_version = self.policy.version + 1
+                adopted = asyncio.ensure_future(self.policy.wait_for_version(next_version))
                 await asyncio.wait({finished, adopted}, return_when=asyncio.FIRST_COMPLETED)
                 adopted.cancel()
                 if finished.done():
@@ -207,7 +206,8 @@ class Orchestrator:
         return collection.has_fresh_group or not wants_fresh or waited >= most
 
     async def _is_goal_reached(self, step: int, collection: StepCollection) -> bool:
-        rewards = collection.recent_rewards(self.settings.groups_per_step)
+        recent = collection.rewards[-self.settings.groups_per_step :]
+        rewards = [reward for group in recent for reward in group]
         return self.goal is not None and await self.goal.is_reached(step, rewards)
 
     def _check_empty(self, step: int, collection: StepCollection) -> None:

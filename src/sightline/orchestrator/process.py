@@ -211,9 +211,8 @@ async def _keep_checking_store(store: MediaStore, run_id: str) -> None:
         except MediaError as error:
             if type(error) is not MediaError or not isinstance(error.__cause__, OSError):
                 raise
-            print(
-                error, file=sys.stderr, flush=True
-            )  # temporary: a reader that needs an image raises
+            # This is temporary, or a reader that needs an image raises.
+            print(error, file=sys.stderr, flush=True)
 
     while True:
         await asyncio.sleep(30.0)

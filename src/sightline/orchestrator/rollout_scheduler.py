@@ -14,8 +14,6 @@ from sightline.rollout.evaluation import derive_seed, open_trace
 from sightline.trace import Trace, decode_trace
 from sightline.wire.control import CancelRollouts, ControlMessage, RolloutRequest, RolloutResult
 
-WORKER_LOST = "worker_lost"
-
 
 @dataclass
 class Group:
@@ -108,7 +106,6 @@ class RolloutScheduler:
         return self._finished.popleft()
 
     async def play_once(self, request: RolloutRequest) -> Trace:
-        """Play one rollout for evaluation."""
         future: asyncio.Future[Trace] = asyncio.get_running_loop().create_future()
         self._eval_futures[request.rollout_id] = future
         await self.dispatcher.submit(request)
@@ -130,7 +127,7 @@ class RolloutScheduler:
                     request,
                     ended=time.time(),
                     error=f"{worker} was lost during this rollout: {why}",
-                    error_kind=WORKER_LOST,
+                    error_kind="worker_lost",
                 )
             )
 

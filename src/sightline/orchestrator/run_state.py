@@ -23,13 +23,7 @@ from sightline.regular_file import read_bytes
 from sightline.run import RunDir
 from sightline.trace import Trace, encode_traces
 from sightline.wire.control import BatchReady
-from sightline.wire.file import (
-    add_checksum,
-    append_line,
-    read_checked,
-    read_lines,
-    write_atomic,
-)
+from sightline.wire.file import add_checksum, append_line, read_checked, read_lines, write_atomic
 from sightline.wire.sample import Batch, digest_batch
 
 SCHEMA = 2

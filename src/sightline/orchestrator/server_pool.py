@@ -42,7 +42,6 @@ from sightline.wire.weights import read_manifest
 
 JOINING, CATCHING_UP, LOST, REFUSED = "joining", "catching up", "lost", "refused"
 LEASE_S = 60.0
-RENEW_EVERY_S = 10.0
 GIVE_BACK_S = 5.0
 CANCEL_AGAIN_S = 1.0
 STAGGER_S = 10.0
@@ -52,8 +51,6 @@ CHECK_EVERY_S = 0.2
 
 @dataclass(eq=False)
 class PooledServer:
-    """One server and its state."""
-
     client: GenerateClient
     is_added: bool = False
     """Whether it was added during the run. If so, a refusal does not end the run."""
@@ -108,7 +105,7 @@ class ServerPool:
     joined_file: Path | None = None
     """The `joined_file` of the initial servers."""
     times: ProbeTimes = DEFAULT_PROBE_TIMES
-    renew_every_s: float = RENEW_EVERY_S
+    renew_every_s: float = 10.0
     """Seconds between lease renewals."""
     rejoin_after_s: float = 5.0
     """Seconds before retrying a server that refused the run or could not fetch weights."""
@@ -167,7 +164,6 @@ class ServerPool:
             await self.changed.wait()
 
     async def wait_joined(self) -> None:
-        """Wait until a server has joined."""
         while not any(server.has_joined for server in self.servers.values()):
             await self.changed.wait()
 

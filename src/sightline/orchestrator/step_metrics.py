@@ -74,10 +74,6 @@ class StepCollection:
         else:
             self.num_resampled += 1
 
-    def recent_rewards(self, num_groups: int) -> list[float]:
-        """Return the rewards of all rollouts in the last groups."""
-        return [reward for group in self.rewards[-num_groups:] for reward in group]
-
     def start_over(self) -> None:
         """Discard a batch without signal. Its rollouts still count in the metrics."""
         self.num_empty += 1

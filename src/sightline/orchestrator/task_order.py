@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 import msgspec
@@ -100,28 +101,23 @@ def load_task_order(settings: OrchestratorConfig) -> TaskFunction:
     return function
 
 
+@dataclass
 class TaskOrder:
     """Chooses the task of each group, and records their rewards."""
 
-    def __init__(
-        self,
-        function: TaskFunction,
-        seed: int,
-        records: dict[int, TaskRecord],
-        get_progress: Callable[[], float],
-        mix: Sequence[EnvMixEntry] = (),
-    ) -> None:
-        self._choose, self._seed, self._get_progress = function, seed, get_progress
-        self.records = records
-        self._mix = mix
+    function: TaskFunction
+    seed: int
+    records: dict[int, TaskRecord]
+    get_progress: Callable[[], float]
+    mix: Sequence[EnvMixEntry] = ()
 
     def choose(self, group: int) -> int:
-        rng = random.Random(derive_seed(self._seed, f"task of g{group}"))
-        progress = self._get_progress()
-        task = self._choose(group, progress, self.records, rng)
-        if self._mix and self._choose is sequential:
+        rng = random.Random(derive_seed(self.seed, f"task of g{group}"))
+        progress = self.get_progress()
+        task = self.function(group, progress, self.records, rng)
+        if self.mix and self.function is sequential:
             # The members of a mix alternate by task.
-            weights = [member.weight_at(progress) for member in self._mix]
+            weights = [member.weight_at(progress) for member in self.mix]
             return task * len(weights) + rng.choices(range(len(weights)), weights)[0]
         return task
 
@@ -130,7 +126,7 @@ class TaskOrder:
 
         The sequential order needs no records: it may play any number of tasks.
         """
-        if self._choose is sequential or not rewards:
+        if self.function is sequential or not rewards:
             return False
         record = self.records.setdefault(task, TaskRecord())
         was_set_aside = record.is_set_aside

@@ -26,7 +26,6 @@ def derive_seed(seed: int, rollout_id: str) -> int:
 
 
 def open_trace(request: RolloutRequest, **values: Any) -> Trace:
-    """Return an empty trace for a request."""
     return Trace(
         id=request.rollout_id,
         group_id=request.group_id,

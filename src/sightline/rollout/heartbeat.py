@@ -22,8 +22,6 @@ import msgspec
 
 from sightline.regular_file import read_bytes
 
-INTERVAL_S = 0.5
-
 
 class HeartbeatRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One heartbeat. Times are on the monotonic clock of the worker's machine."""
@@ -52,7 +50,7 @@ class Heartbeat:
 
     path: Path
     stuck_s: Callable[[], float]
-    every_s: float = INTERVAL_S
+    every_s: float = 0.5
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:

@@ -12,11 +12,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self, TypeVar
 
-from sightline.errors import (
-    RolloutTruncated,
-    SightlineError,
-    TurnLimitReached,
-)
+from sightline.errors import RolloutTruncated, SightlineError, TurnLimitReached
 from sightline.media import MediaRef, MediaStore
 from sightline.message import put_images
 from sightline.trace import Trace
@@ -141,9 +137,8 @@ class ModelChat(ABC):
 
     def record_refusal(self, error: SightlineError) -> None:
         """Record in the trace that a message or an agent's request was refused."""
-        self.trace.refused_requests.append(
-            f"{type(error).__name__}: {error.problem}"[:MAX_REFUSAL_CHARS]
-        )
+        text = f"{type(error).__name__}: {error.problem}"
+        self.trace.refused_requests.append(text[:MAX_REFUSAL_CHARS])
 
     def _check_running(self) -> None:
         if self.trace.ended:

@@ -202,9 +202,8 @@ def read_chat_request(
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"the body is not JSON: {error}", "send a JSON object") from error
     if not isinstance(fields, dict):
-        raise MessageError(
-            f"the body is a JSON {type(fields).__name__}", "send an object with messages"
-        )
+        kind = type(fields).__name__
+        raise MessageError(f"the body is a JSON {kind}", "send an object with messages")
     fields = {name: value for name, value in fields.items() if value is not None}
     fields = dialect.to_chat(fields, find_past)
     _check_fields(fields, unsupported)

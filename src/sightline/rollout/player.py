@@ -25,12 +25,7 @@ from sightline.envs.threads import (
     guard_user_code,
     start_thread,
 )
-from sightline.errors import (
-    EngineError,
-    EnvironmentFailed,
-    SightlineError,
-    clean_text,
-)
+from sightline.errors import EngineError, EnvironmentFailed, SightlineError, clean_text
 from sightline.rollout.chat_sources import ChatSource
 from sightline.rollout.evaluation import open_trace
 from sightline.rollout.model_chat import ModelChat
@@ -43,9 +38,6 @@ TRUNCATED = "truncated"
 
 T = TypeVar("T")
 RunningWork = Future[Any] | asyncio.Task[Any]
-
-CLEANUP_GRACE_S = 5.0
-"""Time limit for a cancelled rollout's cleanup."""
 
 
 class RolloutTimeout(TimeoutError):
@@ -61,7 +53,8 @@ class RolloutThreads:
       unblocked by: a timer
     """
 
-    grace_s: float = CLEANUP_GRACE_S
+    grace_s: float = 5.0
+    """Time limit for a cancelled rollout's cleanup."""
     _leftovers: dict[RunningWork, float] = field(default_factory=dict)
     """Work that still runs after its rollout has ended, with the time when that ended."""
     _lock: threading.Lock = field(default_factory=threading.Lock)

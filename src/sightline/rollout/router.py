@@ -235,8 +235,6 @@ def _give_up(server: RoutedServer) -> None:
 
 @dataclass
 class RoutedClient:
-    """Client for one rollout."""
-
     router: ServerRouter
     rollout_id: str
     min_version: int = 0

@@ -83,10 +83,7 @@ async def main(
     async def play(request: RolloutRequest) -> None:
         try:
             played = await player.play(request)
-            result = RolloutResult(
-                rollout_id=request.rollout_id,
-                trace=_encode_trace(request, played.trace),
-            )
+            result = RolloutResult(request.rollout_id, _encode_trace(request, played.trace))
             await spoke.send(control.encode(result))
         except Exception as error:  # an unreported rollout would stall the run
             if not failed.done():
@@ -94,9 +91,9 @@ async def main(
         finally:
             running.pop(request.rollout_id, None)
 
-    reporting = (
-        [asyncio.create_task(_keep_sending_heartbeat(heartbeat, spoke))] if is_remote else []
-    )
+    reporting = []
+    if is_remote:
+        reporting.append(asyncio.create_task(_keep_sending_heartbeat(heartbeat, spoke)))
     while True:
         received = asyncio.ensure_future(spoke.receive())
         either: set[asyncio.Future[Any]] = {received, failed}

@@ -8,6 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
+from sightline.regular_file import read_text
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -19,6 +21,15 @@ def has_gpu() -> bool:
 def runs_on_cpu(device: str) -> bool:
     """Return whether a `device` setting means the CPU on this machine."""
     return device == "cpu" or (device == "auto" and not has_gpu())
+
+
+def read_process_stat(pid: int) -> tuple[str, int]:
+    """Return a process's state and parent. Without /proc, or if it is gone, the state is empty."""
+    try:
+        words = read_text(f"/proc/{pid}/stat", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return words[0], int(words[1])
 
 
 def build_environ(threads: int) -> dict[str, str]:

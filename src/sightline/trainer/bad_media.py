@@ -88,8 +88,7 @@ class BadMediaPolicy:
         for item, seen in items:
             if seen is None and not self.allows_unverified_pixels:
                 return item, PixelsUnproven(
-                    "the sampler reported no digest of its pixels",
-                    "use an engine that reports one",
+                    "the sampler reported no digest of its pixels", "use an engine that reports one"
                 )
         return None
 

@@ -94,9 +94,8 @@ class LossComputer:
 
         def score_by_teacher(teacher: FrozenModel) -> Tensor:
             hidden = self._frozen_hidden(teacher, ready, share)
-            return share.join(
-                chosen_logprobs(teacher.forward, hidden, tokens, self.banned, temperature)
-            )
+            logprobs = chosen_logprobs(teacher.forward, hidden, tokens, self.banned, temperature)
+            return share.join(logprobs)
 
         logprobs, values = call_gathered(self.sharded, score)
         release_gathered(self.sharded)
@@ -202,10 +201,10 @@ class PriorScores:
 
     def select(self, tokens: Bool[np.ndarray, " trained"]) -> PriorScores:
         places = torch.from_numpy(np.flatnonzero(tokens)).to(self.logprobs.device)
-        values, teacher = (
-            None if s is None else s[places] for s in (self.values, self.teacher_logprobs)
+        others = (self.values, self.teacher_logprobs)
+        return PriorScores(
+            self.logprobs[places], *(None if x is None else x[places] for x in others)
         )
-        return PriorScores(self.logprobs[places], values, teacher)
 
 
 def to_host(scores: PriorScores) -> dict[str, np.ndarray | None]:
@@ -265,7 +264,6 @@ def _align(
 
 
 def set_advantages(ready: ReadyMicroBatch, table: AdvantageTable) -> ReadyMicroBatch:
-    """Return the micro-batch with its advantages from the table."""
     rows = [np.zeros(0, dtype=np.float32)]
     for origin in ready.batch.origins:
         rows.append(table[origin.trace_id, origin.node][: origin.stop - origin.start])

@@ -26,15 +26,7 @@ from sightline.config import (
     TrainerConfig,
 )
 from sightline.errors import ConfigError, ResumeRefused
-from sightline.families import (
-    Family,
-    Forward,
-    check_context_parallel,
-    check_expert_parallel,
-    check_tensor_parallel,
-    load_family,
-    load_renderer,
-)
+from sightline.families import Family, Forward, check_parallel, load_family, load_renderer
 from sightline.families.checkpoint_files import resolve_checkpoint
 from sightline.families.device_copy import allocate_rows
 from sightline.media import MediaStore, open_store
@@ -72,10 +64,7 @@ from sightline.trainer.ranks import (
 )
 from sightline.trainer.run_writer import AsyncPublisher, RunWriter
 from sightline.trainer.sft import ConversationBatches, open_source
-from sightline.trainer.shard import (
-    identify_machine,
-    shard_model,
-)
+from sightline.trainer.shard import identify_machine, shard_model
 from sightline.trainer.snapshot import load_shards, restore
 from sightline.trainer.watchdog import LONG_LIMIT_S, BackgroundTask, StallWatchdog
 from sightline.wire.control import BatchReady, ControlMessage
@@ -113,9 +102,7 @@ def build_learner(
     if dims.is_distributed:
         dims.join(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())
-    check_context_parallel(family, model.path, dims.context, model.exact)
-    check_expert_parallel(family, model.path, dims.expert)
-    check_tensor_parallel(family, model.path, dims.tensor)
+    check_parallel(family, model.path, trainer, model.exact)
     renderer = load_renderer(model.path, store, family)
     # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)
@@ -399,8 +386,7 @@ def _add_publishing(
     run_dir = writer.run_dir
     check_history(run_dir.weights, step)
     publisher = transport.open_publisher(config, run_dir)
-    draft = Manifest(
-        0, 0, [], transport=transport.name, adapter=writer.adapter, run=run_dir.read_id()
-    )
+    run_id = run_dir.read_id()
+    draft = Manifest(0, 0, [], transport=transport.name, adapter=writer.adapter, run=run_id)
     writer.async_publisher = AsyncPublisher(publisher, task, draft)
     writer.ledger, writer.send = Ledger(run_dir.ledger, step), orchestrator.send

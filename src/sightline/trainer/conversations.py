@@ -131,9 +131,8 @@ class FileConversations:
                 "set [data] messages_column",
             )
         images = row.get(self._data.images_column) or []
-        row_images = _RowImages(
-            images if isinstance(images, list) else [images], self._put, self._folder
-        )
+        images = images if isinstance(images, list) else [images]
+        row_images = _RowImages(images, self._put, self._folder)
         cell = _decode_cell(row[column], column)
         if self._data.rejected_column and row.get("prompt"):
             cell = [*_decode_cell(row["prompt"], "prompt"), *cell]

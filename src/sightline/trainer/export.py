@@ -1,8 +1,12 @@
-"""Exports plain transformers checkpoints: the initial checkpoint's files with trained weights."""
+"""Exports plain transformers checkpoints: the initial checkpoint's files with trained weights.
+
+Also computes the sizes of a run's large files before it starts, from a model on the meta device.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +14,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from sightline.compute.checkpoint_files import find_transposed, open_checkpoint
 from sightline.compute.model import MODEL_DTYPES
-from sightline.compute.tensor_file import iterate_gathered, keep_tensor, write_tensors
+from sightline.compute.tensor_file import (
+    NamedTensors,
+    iterate_gathered,
+    keep_tensor,
+    resolve_dtype,
+    write_tensors,
+)
 from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError
 from sightline.families import load_family
@@ -23,15 +33,17 @@ from sightline.trainer.checkpoint import (
 )
 from sightline.trainer.lora import (
     build_merge_gather,
+    describe_adapter,
     digest_frozen,
     gather_for_lead,
     has_adapters,
     peft_tensors,
     plain_parameters,
     save_adapters,
+    select_published,
 )
-from sightline.trainer.policy import load_policy
-from sightline.trainer.snapshot import restore_model
+from sightline.trainer.policy import choose_transport, load_policy, sends_adapters
+from sightline.trainer.snapshot import MOMENTS, restore_model, select_saved
 from sightline.wire.file import replace_checkpoint, write_sums
 
 WEIGHTS_FILE = "model.safetensors"
@@ -91,3 +103,33 @@ def get_newest_checkpoint(root: Path) -> Path:
         reason = f": {chosen.refused[0]}" if chosen.refused else ""
         raise ConfigError(f"{root} holds no intact checkpoint{reason}", "name another run")
     return chosen.path
+
+
+class FileSizes(NamedTuple):
+    """Bytes of the tensors in a checkpoint of all ranks, a published version (0 without files) and
+    an exported model with its adapters. Everything else in these folders is small."""
+
+    checkpoint: int
+    version: int
+    export: int
+
+
+def measure_files(config: RunFile | SftFile) -> FileSizes:
+    """Return the sizes of the files that the trainer will write."""
+    settings, seed = config.model, config.run.seed
+    family = load_family(settings.path, settings.exact, **settings.overrides())
+    model = load_policy(settings, config.lora, seed, family, "meta").model
+    version, dtype = 0, MODEL_DTYPES[settings.dtype]
+    if isinstance(config, RunFile) and (transport := choose_transport(config)).has_files:
+        sends = sends_adapters(config, transport, model)
+        adapter = describe_adapter(model, dtype, "") if sends else None
+        published, _, kind = select_published(model, adapter, dtype)
+        version = _count_bytes(published, kind)
+    masters = torch.float32 if config.trainer.master_dtype == "float32" else None
+    checkpoint = (1 + MOMENTS) * _count_bytes(select_saved(model), masters)
+    export = _count_bytes(select_exported(model), dtype) + _count_bytes(peft_tensors(model))
+    return FileSizes(checkpoint, version, export)
+
+
+def _count_bytes(tensors: NamedTensors, dtype: torch.dtype | None = None) -> int:
+    return sum(t.numel() * resolve_dtype(t, dtype).itemsize for t in tensors.values())

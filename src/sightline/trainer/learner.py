@@ -43,14 +43,7 @@ from sightline.trainer.step_result import (
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire.micro_batch import MicroBatch
 
-SUM_NAMES = (
-    "all_tokens",
-    "loss",
-    "loss_tokens",
-    "differing_routes",
-    "routes",
-    "oom_splits",
-)
+SUM_NAMES = ("all_tokens", "loss", "loss_tokens", "differing_routes", "routes", "oom_splits")
 METRIC = "algorithm "
 """Prefix of an algorithm's own metrics among the sums."""
 
@@ -77,6 +70,12 @@ class Learner(LossComputer):
     """Steps between probes of whether the model uses its images; 0 for never."""
     replayed: range = range(0)
     """Steps whose batches may come from a version that a replay computed with other bits."""
+    timer: StepTimer = field(init=False)
+    """Measures the parts of the current step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.timer = StepTimer(self.device)
 
     def step(self, ready: ReadyBatch) -> StepResult:
         """Turn policy version step-1 into version step.
@@ -91,21 +90,21 @@ class Learner(LossComputer):
         began = time.monotonic()
         metric_sums = MetricSums((*SUM_NAMES, "grad_norm"))
         compiled = count_compiled_graphs() if self.config.compile_backend else 0
-        step_timer = StepTimer(self.device)
-        ready, prior = self._score_first(ready, step_timer)
+        self.timer = StepTimer(self.device)
+        ready, prior = self._score_first(ready)
         scored = [(ready.micro_batches[at].batch, p.logprobs) for at, p in enumerate(prior)]
         probed, num_updates = None, 0
         for epoch in range(self.algorithm.settings.epochs):
             for minibatch in self._order_minibatches(ready, epoch):
                 self.optimizer.zero_grad(set_to_none=True)
-                trained = self._train(ready, minibatch, prior, epoch, metric_sums, step_timer)
+                trained = self._train(ready, minibatch, prior, epoch, metric_sums)
                 if num_updates == 0:
                     scored = scored or trained
                     if (probed := self._probe(ready)) is not None:
-                        step_timer.end("probe")
+                        self.timer.end("probe")
                 self.watchdog.enter(f"the update of step {ready.step}")
                 metric_sums.add("grad_norm", self.update(ready.step))
-                step_timer.end("optimizer")
+                self.timer.end("optimizer")
                 num_updates += 1
         sums, logprobs_of = metric_sums.read(), copy_to_host(scored)
         sums |= sum_mismatch(ready.step, logprobs_of)
@@ -120,7 +119,7 @@ class Learner(LossComputer):
         return StepResult(
             metrics,
             build_step_scores(ready.step, [one for rank, _ in everyone for one in rank]),
-            step_timer,
+            self.timer,
             probed,
             sum_cache_figures([caches for _, caches in everyone]),
         )
@@ -132,7 +131,6 @@ class Learner(LossComputer):
         prior: list[PriorScores],
         epoch: int,
         metric_sums: MetricSums,
-        step_timer: StepTimer,
     ) -> list[tuple[MicroBatch, Tensor]]:
         """Add up a minibatch's gradients. Return its micro-batches with their logprobs.
 
@@ -142,9 +140,8 @@ class Learner(LossComputer):
         """
         halved: set[int] = set()
         while True:
-            sums = MetricSums(())
             try:
-                trained = self._accumulate(ready, minibatch, prior, epoch, sums, step_timer, halved)
+                trained, sums = self._accumulate(ready, minibatch, prior, epoch, halved)
             except _MicroBatchTooLarge as error:
                 place, failure, cause = error.place, error.failure, error.__cause__
                 if (
@@ -167,16 +164,15 @@ class Learner(LossComputer):
     def _accumulate(
         self,
         ready: ReadyBatch,
-        minibatch: range,
+        places: range,
         prior: list[PriorScores],
         epoch: int,
-        metric_sums: MetricSums,
-        step_timer: StepTimer,
         halved: Set[int],
-    ) -> list[tuple[MicroBatch, Tensor]]:
-        """Add up a minibatch's gradients, with the micro-batches at `halved` in two parts."""
+    ) -> tuple[list[tuple[MicroBatch, Tensor]], MetricSums]:
+        """Add up the gradients at `places`, with the micro-batches at `halved` in two parts."""
         trained: list[tuple[MicroBatch, Tensor]] = []
-        for place, micro_batch in self._iterate(ready, f"step {ready.step}", minibatch):
+        metric_sums = MetricSums(())
+        for place, micro_batch in self._iterate(ready, f"step {ready.step}", places):
             parts = [(micro_batch, prior[place] if prior else None)]
             if place in halved:
                 parts = [
@@ -190,13 +186,13 @@ class Learner(LossComputer):
                     metric_sums.count("all_tokens", len(part.batch.token_ids))
                 if len(part.batch.trained) or self.dims.is_distributed:
                     try:
-                        loss = self.backward(part, metric_sums, step_timer, scores)
+                        loss = self.backward(part, metric_sums, scores)
                     except torch.OutOfMemoryError as error:
                         failure = self._build_memory_error(part.batch, ready.step, error)
                         raise _MicroBatchTooLarge(place, failure) from error
                     trained.append((part.batch, loss.logprobs))
             del micro_batch, part, parts  # frees its pixels before the next ones are made
-        return trained
+        return trained, metric_sums
 
     def _iterate(
         self, ready: ReadyBatch, activity: str, places: range | None = None
@@ -217,9 +213,7 @@ class Learner(LossComputer):
         draws = np.random.default_rng([self.seed % (1 << 32), ready.step, epoch])
         return [minibatches[place] for place in draws.permutation(len(minibatches))]
 
-    def _score_first(
-        self, ready: ReadyBatch, step_timer: StepTimer
-    ) -> tuple[ReadyBatch, list[PriorScores]]:
+    def _score_first(self, ready: ReadyBatch) -> tuple[ReadyBatch, list[PriorScores]]:
         """Score all micro-batches before the first update, if anything depends on it.
 
         After the first minibatch, the weights no longer match those that the sampler used.
@@ -233,7 +227,7 @@ class Learner(LossComputer):
         for _, micro_batch in self._iterate(ready, f"the scores of step {ready.step}"):
             prior.append(self.score_only(micro_batch))
             del micro_batch
-        step_timer.end("forward")
+        self.timer.end("forward")
         if not is_scored:
             return ready, prior
         host_scores = [
@@ -333,11 +327,7 @@ class Learner(LossComputer):
         return total["nll"], total["tokens"]
 
     def backward(
-        self,
-        ready: ReadyMicroBatch,
-        metric_sums: MetricSums,
-        step_timer: StepTimer,
-        prior: PriorScores | None = None,
+        self, ready: ReadyMicroBatch, metric_sums: MetricSums, prior: PriorScores | None = None
     ) -> MicroBatchLoss:
         """Accumulate a micro-batch's gradient, and add its loss and metrics to the sums."""
         frozen = None if self.reference is None else self.reference.sharded
@@ -349,9 +339,9 @@ class Learner(LossComputer):
             return loss.total, loss
 
         total, loss = call_gathered(self.sharded, compute)
-        step_timer.end("forward")
+        self.timer.end("forward")
         self.dims.scale_loss(total).backward()
-        step_timer.end("backward")
+        self.timer.end("backward")
         metric_sums.add("loss", total)
         metric_sums.count("loss_tokens", len(loss.logprobs))
         if loss.routes is not None:

@@ -22,16 +22,14 @@ from sightline.pixels import Materializer, widen_patches
 from sightline.trainer.bad_media import add_location, build_pixel_mismatch
 from sightline.wire.micro_batch import MicroBatch
 
-AllocatePatches = Callable[[int, int], np.ndarray]
-"""Allocates memory for patches, given their number and the bytes of each."""
-
 
 @dataclass
 class MicroBatchPixels:
     materializer: Materializer
     max_bytes: int = sys.maxsize
     """Memory limit for this rank's micro-batches and their items."""
-    allocate: AllocatePatches = allocate_rows
+    allocate: Callable[[int, int], np.ndarray] = allocate_rows
+    """Allocates memory for patches, given their number and the bytes of each."""
     is_pinned: bool = False
     """Whether `allocate` returns page-locked memory, whose size torch rounds up."""
     keep: bool = False

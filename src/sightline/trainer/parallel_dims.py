@@ -36,10 +36,13 @@ class ParallelDims:
     """The number of ranks that divide the experts of each layer."""
     tensor: int = 1
     """The number of ranks that divide the matrices of attention and MLPs."""
+    expert_mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
+    """All ranks, by `shard` and `expert`. None if every rank computes all experts."""
+    tensor_mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
+    """All ranks, by `shard` and `tensor`. None if every rank computes with whole matrices."""
+    context_group: dist.ProcessGroup | None = field(default=None, init=False, repr=False)
+    """The ranks that divide this rank's micro-batches, or None if it has them to itself."""
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
-    _expert_mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
-    _tensor_mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
-    _context_group: dist.ProcessGroup | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, ranks: RankInfo, trainer: TrainerConfig) -> ParallelDims:
@@ -77,24 +80,9 @@ class ParallelDims:
         return [rank // self.sharing for rank in range(self.size)]
 
     @property
-    def context_group(self) -> dist.ProcessGroup | None:
-        """The ranks that divide this rank's micro-batches, or None if it has them to itself."""
-        return self._context_group
-
-    @property
     def mesh(self) -> DeviceMesh:
         assert self._mesh is not None, "call `join` first"
         return self._mesh
-
-    @property
-    def expert_mesh(self) -> DeviceMesh | None:
-        """All ranks, by `shard` and `expert`. None if every rank computes all experts."""
-        return self._expert_mesh
-
-    @property
-    def tensor_mesh(self) -> DeviceMesh | None:
-        """All ranks, by `shard` and `tensor`. None if every rank computes with whole matrices."""
-        return self._tensor_mesh
 
     def join(self, ranks: RankInfo, device: torch.device) -> None:
         """Join the other ranks and build the mesh. Every rank calls it once."""
@@ -108,11 +96,11 @@ class ParallelDims:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
         self._mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("shard",))
         if self.expert > 1:
-            self._expert_mesh = self._build_mesh(device, "expert", self.expert)
+            self.expert_mesh = self._build_mesh(device, "expert", self.expert)
         if self.tensor > 1:
-            self._tensor_mesh = self._build_mesh(device, "tensor", self.tensor)
+            self.tensor_mesh = self._build_mesh(device, "tensor", self.tensor)
         if self.context > 1:
-            self._context_group, _ = dist.new_subgroups(self.context)
+            self.context_group, _ = dist.new_subgroups(self.context)
 
     def _build_mesh(self, device: torch.device, name: str, size: int) -> DeviceMesh:
         shape = (self.size // size, size)

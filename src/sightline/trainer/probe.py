@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int
 from sightline.trainer.feed import ReadyMicroBatch
 
 IsMoved = Bool[np.ndarray, " images"]
-IsChosen = Bool[np.ndarray, " tokens"]
 Score = Callable[[ReadyMicroBatch], Float[np.ndarray, " tokens"]]
 """The logprobs of the trained tokens."""
 NOISE = 10.0
@@ -87,7 +86,7 @@ def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, IsMoved]:
     return replace(ready, made=ready.made[rows], has_stored_pixels=False), moved
 
 
-def find_tokens_behind(ready: ReadyMicroBatch, moved: IsMoved) -> IsChosen:
+def find_tokens_behind(ready: ReadyMicroBatch, moved: IsMoved) -> Bool[np.ndarray, " tokens"]:
     """Return whether each trained token may attend to a swapped image."""
     batch = ready.batch
     sees = np.zeros(len(batch.token_ids), dtype=bool)

@@ -70,9 +70,8 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         import_compiler(config.trainer.compile_backend)  # during the first rollouts
         watchdog.idle()
         loop.run(components)
-    except (
-        BaseException
-    ) as error:  # tell the other ranks first: they may be waiting in a collective
+    except BaseException as error:
+        # Tell the other ranks first: they may be waiting in a collective.
         channel.claim_end()
         cause = find_cause(error, components)
         channel.fail(f"{type(cause).__name__}: {cause}")

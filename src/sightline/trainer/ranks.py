@@ -102,23 +102,22 @@ class RankChannel:
         raise NotImplementedError
 
     def _start_listening(self) -> None:
-        threading.Thread(target=listen, args=(self,), daemon=True, name="ranks").start()
+        threading.Thread(target=self._listen, daemon=True, name="ranks").start()
+
+    def _listen(self) -> None:
+        """Receive messages for as long as the process lives. An error here ends the process."""
+        try:
+            while True:
+                self.take_next()
+        except Exception as error:  # tell the other ranks, and end this one
+            self.claim_end()
+            self.fail(f"{type(error).__name__}: {error}")
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            os._exit(1)
 
 
 NO_CHANNEL = RankChannel()
-
-
-def listen(channel: RankChannel) -> None:
-    """Receive messages for as long as the process lives. An error here ends the process."""
-    try:
-        while True:
-            channel.take_next()
-    except Exception as error:  # tell the other ranks, and end this one
-        channel.claim_end()
-        channel.fail(f"{type(error).__name__}: {error}")
-        traceback.print_exception(error)
-        sys.stderr.flush()
-        os._exit(1)
 
 
 class LeadChannel(RankChannel):

@@ -150,10 +150,9 @@ class ShardReader:
             file = safe_open(check_file(path), "pt")
             for key, (first, rows, *columns) in json.loads(file.metadata()[_PLACES]).items():
                 shape = file.get_slice(key).get_shape()
-                column, self._num_columns[key] = columns or (0, _count_columns(shape))
-                piece = _Piece(
-                    column, _count_columns(shape), first, first + _count_rows(shape), file
-                )
+                width, stop = _count_columns(shape), first + _count_rows(shape)
+                column, self._num_columns[key] = columns or (0, width)
+                piece = _Piece(column, width, first, stop, file)
                 self._pieces.setdefault(key, []).append(piece)
                 self._num_rows[key] = rows
         for key, pieces in self._pieces.items():

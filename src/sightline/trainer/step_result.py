@@ -146,7 +146,6 @@ def sum_mismatch(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> dict
 
 
 def sum_cache_figures(ranks: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, float]]:
-    """Sum the figures of each cache over all ranks."""
     return {
         name: {figure: sum(rank[name][figure] for rank in ranks) for figure in first}
         for name, first in (ranks[0] if ranks else {}).items()

@@ -18,14 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sightline.algo import losses
 from sightline.algo.needs import Needs
-from sightline.compute.logprobs import (
-    BannedIds,
-    Hidden,
-    Logits,
-    Temperature,
-    TokenIds,
-    log_softmax,
-)
+from sightline.compute.logprobs import BannedIds, Hidden, Logits, Temperature, TokenIds, log_softmax
 from sightline.families import Forward
 
 MAX_LOGITS = 1 << 28

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _COLLECTIVES = "/torch/distributed/"
@@ -86,31 +87,24 @@ def _is_in_collective() -> bool:
     )
 
 
+@dataclass
 class BackgroundTask:
-    def __init__(
-        self,
-        name: str,
-        failed: Callable[[BaseException], None] = lambda error: None,
-        watchdog: StallWatchdog | None = None,
-        min_limit_s: float = 0.0,
-    ) -> None:
-        """Create a task that passes an error of its work to `failed` at once, because the loop may
-        be waiting for something else.
-
-        `watchdog` monitors the work, which may take `min_limit_s`. The loop's own watchdog is idle
-        while the loop waits for a batch.
-        """
-        self._name, self._failed, self._watchdog = name, failed, watchdog or StallWatchdog()
-        self._min_limit_s = min_limit_s
-        self._thread: threading.Thread | None = None
-        self.problem: BaseException | None = None
-        """The thread's error."""
+    name: str
+    failed: Callable[[BaseException], None] = lambda error: None
+    """Gets an error of the work at once, because the loop may be waiting for something else."""
+    watchdog: StallWatchdog = field(default_factory=StallWatchdog)
+    """Monitors the work. The loop's own watchdog is idle while the loop waits for a batch."""
+    min_limit_s: float = 0.0
+    """How long the work may take even if the watchdog's limit is shorter."""
+    problem: BaseException | None = None
+    """The thread's error."""
+    _thread: threading.Thread | None = None
 
     def start(self, what: str, work: Callable[[], None]) -> None:
         """Wait for the previous work to finish, then start `work` in a thread."""
         self.wait()
         self._thread = threading.Thread(
-            target=self._run, args=(what, work), daemon=True, name=self._name
+            target=self._run, args=(what, work), daemon=True, name=self.name
         )
         self._thread.start()
 
@@ -126,10 +120,10 @@ class BackgroundTask:
         self.check()
 
     def _run(self, what: str, work: Callable[[], None]) -> None:
-        self._watchdog.enter(what, self._min_limit_s)
+        self.watchdog.enter(what, self.min_limit_s)
         try:
             work()
         except BaseException as error:  # the loop raises it again, in the main thread
             self.problem = error
-            self._failed(error)
-        self._watchdog.idle()
+            self.failed(error)
+        self.watchdog.idle()

@@ -39,9 +39,8 @@ class FencedRunDir(RunDir):
 
     def list_refused(self) -> list[str]:
         """Return the names in the run that are not read."""
-        refused = [
-            name for name in (*_READ, *_FOLDERS) if not is_below(self.root, self.path / name)
-        ]
+        names = (*_READ, *_FOLDERS)
+        refused = [name for name in names if not is_below(self.root, self.path / name)]
         for folder in _FOLDERS:
             with suppress(OSError), os.scandir(self.inside(folder)) as entries:
                 for entry in entries:

@@ -11,13 +11,14 @@ samples are then rebuilt from the traces and from the nodes that the trainer sco
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -183,20 +184,19 @@ def read_packs(
     path = path if path.is_dir() else run_dir.checkpoints / "final"
     family = load_family(path, model.exact, **model.overrides())
     limit = PackSize(run_file.trainer.max_micro_batch_tokens, run_file.trainer.micro_batch_patches)
-    for batch, raw, as_sent in _read_batches(run_dir, _read_ledger(run_dir)):
-        samples = _add_zeros(batch.samples)
+    for batch, raw, as_sent in _read_batches(run_dir):
+        # The trainer computes the advantages before packing. Their values change no count.
+        samples = [
+            replace(sample, advantages=Array.of(np.zeros(len(sample.trained)), "float32"))
+            for sample in batch.samples
+        ]
         yield batch, raw, as_sent, pack(samples, batch.step, family, limit)
 
 
-def _read_ledger(run_dir: RunDir) -> dict[int, str]:
-    """Return the batch digest of every step."""
-    entries = map(json.loads, read_lines(run_dir.ledger))
-    return {entry["step"]: entry["batch"] for entry in entries}
-
-
-def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Batch, bytes, bool]]:
+def _read_batches(run_dir: RunDir) -> Iterator[tuple[Batch, bytes, bool]]:
     """Yield each step's batch, its bytes, and whether exactly these bytes were sent."""
-    for step, digest in sorted(digests.items()):
+    entries = map(json.loads, read_lines(run_dir.ledger))
+    for step, digest in sorted((entry["step"], entry["batch"]) for entry in entries):
         file = run_dir.batch(step)
         if file.is_file():
             raw = read_bytes(file)
@@ -220,16 +220,6 @@ def _decode_batch(raw: bytes, file: Path) -> Batch:
             f"{file} is not a batch: {error}; tensors in it: {tensors}",
             "send samples with references: the trainer makes the pixels",
         ) from error
-
-
-def _add_zeros(samples: Iterable[Sample]) -> list[Sample]:
-    """Return the samples with zeros for advantages, which the trainer computes before packing."""
-    return [
-        msgspec.structs.replace(
-            sample, advantages=Array.of(np.zeros(len(sample.trained)), "float32")
-        )
-        for sample in samples
-    ]
 
 
 def _zero_advantages(nodes: set[int]) -> Callable[[Node], float | None]:

@@ -20,6 +20,7 @@ from rich.text import Text
 from sightline.config.sections import RunConfig
 from sightline.errors import ConfigError, SightlineError
 from sightline.regular_file import open_file, read_text
+from sightline.run.machine import read_process_stat
 from sightline.run.run_dir import RunDir
 from sightline.view import formatting
 from sightline.view.console import describe_events, step_line
@@ -58,11 +59,7 @@ class Launcher(NamedTuple):
     @property
     def is_stopped(self) -> bool:
         """Return whether a signal has stopped it. False on other machines and without /proc."""
-        try:
-            state = read_text(f"/proc/{self.pid}/stat", errors="replace").rpartition(") ")[2]
-        except OSError:
-            return False
-        return self.is_here and state[:1] in ("T", "t")
+        return self.is_here and read_process_stat(self.pid)[0] in ("T", "t")
 
 
 def find_launcher(run_dir: RunDir) -> Launcher | None:
@@ -160,7 +157,6 @@ class RunStatus:
 
 class RunState(NamedTuple):
     name: str
-    """running, finished, stopped (by a person) or failed."""
     problem: str = ""
     """Reason for a failure or stop."""
 

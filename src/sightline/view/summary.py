@@ -26,9 +26,8 @@ def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
     steps, trained = by_step(events, "step"), by_step(events, "train")
     evals = evals_by_name(events)
     start, final = evals.get("start", {}), evals.get("final", {})
-    mismatches = [
-        kl for e in trained.values() if (kl := find_number(e.values, "mismatch_kl")) is not None
-    ]
+    numbers = (find_number(event.values, "mismatch_kl") for event in trained.values())
+    mismatches = [number for number in numbers if number is not None]
     summary: dict[str, Any] = {
         "reward_start": find_number(start, "reward"),
         "reward_final": find_number(final, "reward"),

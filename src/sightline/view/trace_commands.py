@@ -24,11 +24,7 @@ from sightline.render import Renderer
 from sightline.rollout.client import GenerateClient
 from sightline.trace import Trace, read_traces
 from sightline.view.trace_export import branch_records, copy_images
-from sightline.view.trace_replay import (
-    ReplayReport,
-    ServerPromptScorer,
-    replay_trace,
-)
+from sightline.view.trace_replay import ReplayReport, ServerPromptScorer, replay_trace
 from sightline.view.transcript import describe_trace, format_transcript
 from sightline.wire.array import Array
 from sightline.wire.file import write_atomic

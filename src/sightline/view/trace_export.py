@@ -14,6 +14,9 @@ from sightline.message import Message, to_openai_message
 from sightline.trace import Trace
 from sightline.wire.file import write_atomic
 
+_COPIED = ("env", "task", "split", "seed", "reward", "rewards", "truncated", "error")
+"""Fields of a record that are a trace's attributes."""
+
 
 def branch_records(trace: Trace) -> Iterator[dict[str, Any]]:
     """Yield one record per branch. Shared nodes have the same id in all branches."""
@@ -24,14 +27,7 @@ def branch_records(trace: Trace) -> Iterator[dict[str, Any]]:
             "trace": trace.id,
             "group": trace.group_id,
             "branch": number,
-            "env": trace.env,
-            "task": trace.task,
-            "split": trace.split,
-            "seed": trace.seed,
-            "reward": trace.reward,
-            "rewards": trace.rewards,
-            "truncated": trace.truncated,
-            "error": trace.error,
+            **{name: getattr(trace, name) for name in _COPIED},
             "messages": [openai_message(node.message) for node in nodes],
             "nodes": [
                 {

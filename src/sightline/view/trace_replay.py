@@ -53,9 +53,8 @@ class ServerPromptScorer:
     ) -> PromptScores:
         # The protocol always samples at least one token, which is discarded.
         params = SamplingParams(max_tokens=1, temperature=temperature, seed=0, prompt_logprobs=0)
-        response = await self.client.generate(
-            GenerateRequest.of(token_ids, slots, params, self.modality)
-        )
+        request = GenerateRequest.of(token_ids, slots, params, self.modality)
+        response = await self.client.generate(request)
         entries, versions = response.prompt_logprobs, response.choices[0].weight_versions
         if entries is None or not versions:
             raise EngineError(
@@ -68,8 +67,7 @@ class ServerPromptScorer:
             for token, entry in zip(token_ids, entries, strict=False)
         ):
             raise Misaligned(
-                "the server's logprobs do not belong to the prompt's tokens",
-                "see the server's log",
+                "the server's logprobs do not belong to the prompt's tokens", "see the server's log"
             )
         logprobs = [
             None if entry is None else entry[token].logprob

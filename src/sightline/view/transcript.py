@@ -15,20 +15,16 @@ INDENT = " " * 6
 MOST_LINES = 12
 
 
-DrawImage = Callable[[MediaRef], list[str]]
-"""Draws an image as lines for a terminal."""
-
-
 def format_transcript(
     trace: Trace,
     width: int = 80,
     is_full: bool = False,
-    draw: DrawImage | None = None,
+    draw: Callable[[MediaRef], list[str]] | None = None,
     shows_errors: bool = True,
 ) -> Iterator[str]:
     """Yield lines of at most `width` characters. Long messages are shortened unless `is_full`.
 
-    Images are named by digest and size. With `draw`, they are also drawn.
+    Images are named by digest and size. With `draw`, they are also drawn, as lines.
     """
     yield from _head(trace, width, shows_errors)
     credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
@@ -95,12 +91,9 @@ def _message(
 ) -> Iterator[str]:
     facts = [_num(len(node.token_ids), "token")]
     if node.is_turn:
-        versions = ", ".join(
-            str(v) if v == w else f"{v} to {w}"
-            for v, w in [(node.versions[0].version, node.versions[-1].version)]
-        )
+        first, last = node.versions[0].version, node.versions[-1].version
         facts = [f"prompt {num_prompt}", f"{node.num_sampled} sampled", node.finish_reason]
-        facts.append(f"version {versions}")
+        facts.append(f"version {first}" + (f" to {last}" if last != first else ""))
     if credit is not None:
         facts.append(f"credit {credit:+.3f}")
     yield _fit(f"{node.id:4d}  {node.message.role}  ({', '.join(facts)})", width)

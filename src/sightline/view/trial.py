@@ -163,9 +163,8 @@ def find_demonstration_problems(
         return
     try:
         messages = env.demonstration(env.task(index, "sft"), store.put, random.Random(index))
-        rendered = renderer.render(
-            put_images(messages, store.put), env.tools, generation_prompt=False
-        )
+        messages = put_images(messages, store.put)
+        rendered = renderer.render(messages, env.tools, generation_prompt=False)
     except Exception as error:  # user code
         yield describe_exception(error)
         return
@@ -186,6 +185,5 @@ def describe_exception(error: BaseException) -> str:
     message = str(error)
     if not isinstance(error, SightlineError):
         message = "".join(traceback.format_exception_only(error)).strip()
-    return "\n".join(
-        [message, *(f"    {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames)]
-    )
+    lines = [f"    {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames]
+    return "\n".join([message, *lines])

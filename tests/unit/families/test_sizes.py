@@ -24,7 +24,7 @@ from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import SUM_NAMES
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
-from sightline.trainer.step_result import MetricSums, StepTimer
+from sightline.trainer.step_result import MetricSums
 from sightline.wire.sample import Batch
 
 TYPES = {
@@ -105,9 +105,9 @@ def test_micro_batch_does_not_synchronize_with_the_device(model: Path, store: Me
     materializer.close()
     calls = []
     for _ in range(2):  # the second time the host knows the sizes
-        metric_sums, step_timer = MetricSums(SUM_NAMES), StepTimer(learner.device)
+        metric_sums = MetricSums(SUM_NAMES)
         with Questions() as questions:
-            learner.backward(ready, metric_sums, step_timer)
+            learner.backward(ready, metric_sums)
         calls.append(+questions.asked)
     assert ready.batch.slots and calls[0], "the host has asked itself"
     assert not calls[1]

@@ -204,7 +204,7 @@ def test_blocks_keep_the_planned_activations(dtype: str, tmp_path: Path) -> None
 
 
 def divide(file: RunFile, memory: int = H200) -> RunFile | None:
-    divided = memory_plan.divide_gpu(file, memory_plan.measure, memory)
+    divided = memory_plan.divide_gpu(file, memory)
     assert divided is None or isinstance(divided, RunFile)
     return divided
 

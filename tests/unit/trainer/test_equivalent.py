@@ -18,7 +18,7 @@ from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
-from sightline.trainer.step_result import MetricSums, StepTimer
+from sightline.trainer.step_result import MetricSums
 from sightline.wire.sample import Batch, Sample
 from tests.contract.cases.anyvlm import write_kind
 
@@ -45,7 +45,7 @@ def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, tor
     metric_sums = MetricSums(SUM_NAMES)
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner.backward(micro_batch, metric_sums, StepTimer(learner.device))
+        learner.backward(micro_batch, metric_sums)
     grads = {n: p.grad.clone() for n, p in learner.forward.model.named_parameters()}
     return metric_sums.read()["loss"], grads
 

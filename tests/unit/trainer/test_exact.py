@@ -26,10 +26,9 @@ from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.trainer.learner import SUM_NAMES
-from sightline.trainer.step_result import MetricSums, StepTimer, check_same_bits, sum_mismatch
+from sightline.trainer.step_result import MetricSums, check_same_bits, sum_mismatch
 
 BOTH = pytest.mark.parametrize("is_exact", [True, False])
-CPU = torch.device("cpu")
 WHOLE = 1 << 20
 
 
@@ -181,7 +180,7 @@ def test_exact_gradients_match_the_default_mode(model: Path, store: MediaStore) 
         learner = making.build_learner(config, making.trainer_config(), store, steps=1)
         ready = exactness.prepare(learner, model, store, samples, WHOLE, step=1)
         for micro_batch in ready.micro_batches:
-            learner.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(CPU))
+            learner.backward(micro_batch, MetricSums(SUM_NAMES))
         grads = {n: p.grad for n, p in learner.forward.model.named_parameters()}
         assert all(grad is not None for grad in grads.values())
         gradients.append(grads)

@@ -15,7 +15,7 @@ from sightline.families import load_family
 from sightline.families.registry import write_tiny
 from sightline.launch.checks.model import check_disk
 from sightline.run import RunDir
-from sightline.trainer.file_sizes import measure_files
+from sightline.trainer.export import measure_files
 from sightline.trainer.policy import choose_transport, sends_adapters
 
 from .test_resume import run_dir, run_file, train, write_batches

@@ -13,7 +13,7 @@ from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
-from sightline.trainer.step_result import MetricSums, StepTimer
+from sightline.trainer.step_result import MetricSums
 
 STEPS = 20
 SMALL_LR = 1e-6
@@ -47,7 +47,7 @@ def test_gradients_of_micro_batches_are_summed_in_float32(model: Path, store: Me
     wanted: dict[str, torch.Tensor] = {}
     for micro_batch in ready.micro_batches:
         learner.optimizer.zero_grad()
-        learner.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(learner.device))
+        learner.backward(micro_batch, MetricSums(SUM_NAMES))
         assert all(p.grad is None for p in learner.forward.model.parameters()), "freed"
         for name, master in masters(learner).items():
             gradient = master.grad
@@ -55,7 +55,7 @@ def test_gradients_of_micro_batches_are_summed_in_float32(model: Path, store: Me
             wanted[name] = wanted[name] + gradient if name in wanted else gradient
     learner.optimizer.zero_grad()
     for micro_batch in ready.micro_batches:
-        learner.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(learner.device))
+        learner.backward(micro_batch, MetricSums(SUM_NAMES))
     for name, master in masters(learner).items():
         assert torch.equal(master.grad, wanted[name]), name
 

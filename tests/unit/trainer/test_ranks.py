@@ -267,7 +267,7 @@ class Garbled(ranks.RankChannel):
         time.sleep(0.5)
 
 told, channel = threading.Event(), Garbled()
-threading.Thread(target=ranks.listen, args=(channel,)).start()
+channel._start_listening()
 told.wait()
 channel.claim_end()  # as the loop does when the ranks that were told are gone
 os._exit(3)

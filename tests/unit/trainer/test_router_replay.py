@@ -37,7 +37,7 @@ from sightline.trace.sample import flatten
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
-from sightline.trainer.step_result import MetricSums, StepTimer
+from sightline.trainer.step_result import MetricSums
 from sightline.wire.array import Array
 from sightline.wire.control import RolloutRequest
 from sightline.wire.sample import Batch, Sample
@@ -145,7 +145,7 @@ def step(learner: Learner, store: MediaStore, samples: list[Sample]) -> dict[str
 def gradients(learner: Learner, batch: ReadyBatch) -> dict[str, torch.Tensor]:
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(learner.device))
+        learner.backward(micro_batch, MetricSums(SUM_NAMES))
     parameters = learner.forward.model.named_parameters()
     return {n: p.grad.clone() for n, p in parameters if p.grad is not None}
 

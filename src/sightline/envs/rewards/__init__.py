@@ -42,8 +42,6 @@ _CONTEXT = ("row", "chat")
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward with its arguments."""
-
     function: Callable[..., Any]
     context: tuple[str, ...]
     """Which of `row` and `chat` the function takes."""

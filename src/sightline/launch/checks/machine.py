@@ -32,14 +32,6 @@ EXTRAS = {
 """Packages of each extra, and their purpose."""
 
 
-def describe_python() -> str:
-    return f"{sys.version.split()[0]} at {sys.executable}"
-
-
-def describe_installation() -> str:
-    return f"{sightline.__version__} in {Path(sightline.__file__).parent}"
-
-
 def describe_extras() -> Iterator[Finding]:
     for extra, (names, purpose) in EXTRAS.items():
         packages = {name: find_version(name) for name in names.split()}
@@ -61,10 +53,6 @@ def check_gpu() -> Iterator[Finding]:
     yield Finding(gpus or "none: models run on the CPU")
     if has_gpu() and not gpus:
         yield Finding("torch cannot use the GPU of this machine", "install a torch with CUDA")
-
-
-def describe_capacity() -> str:
-    return f"{read_available_memory() / 1e9:.1f} GB free, {num_cores()} cores"
 
 
 def check_free_space() -> Iterator[Finding]:
@@ -91,11 +79,13 @@ def find_version(package: str) -> str:
 
 
 MACHINE_CHECKS = (
-    Check("sightline", (MACHINE,), "", describe_installation),
-    Check("python", (MACHINE,), "", describe_python),
+    Check("sightline", (MACHINE,), "",
+          lambda: f"{sightline.__version__} in {Path(sightline.__file__).parent}"),
+    Check("python", (MACHINE,), "", lambda: f"{sys.version.split()[0]} at {sys.executable}"),
     Check("extras", (MACHINE,), "", describe_extras),
     Check("gpu", (MACHINE,), "", check_gpu),
-    Check("memory", (MACHINE,), "", describe_capacity),
+    Check("memory", (MACHINE,), "",
+          lambda: f"{read_available_memory() / 1e9:.1f} GB free, {num_cores()} cores"),
     Check("disk", (MACHINE,), "", check_free_space),
-)
+)  # fmt: skip
 """The checks that work without any extra installed."""

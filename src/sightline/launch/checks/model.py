@@ -25,14 +25,7 @@ from sightline.errors import (
     find_fix,
     summarize_traceback,
 )
-from sightline.families import (
-    Family,
-    check_context_parallel,
-    check_expert_parallel,
-    check_tensor_parallel,
-    load_family,
-    load_renderer,
-)
+from sightline.families import Family, check_parallel, load_family, load_renderer
 from sightline.families.checkpoint_files import read_json, read_shapes, resolve_checkpoint
 from sightline.launch.checks.machine import SPARE_BYTES, read_available_memory
 from sightline.launch.checks.settings import is_elsewhere
@@ -48,7 +41,7 @@ from sightline.rollout.player import RolloutPlayer
 from sightline.run import RunDir
 from sightline.run.machine import build_environ, runs_on_cpu
 from sightline.trainer.conversations import check_rows_for_images
-from sightline.trainer.file_sizes import measure_files
+from sightline.trainer.export import measure_files
 from sightline.wire.generate import GenerateRequest, GenerateResponse
 
 NUM_TASKS = 3
@@ -63,8 +56,7 @@ MODULE_TIMEOUT_S = 300.0
 def resolve_model(config: AnyRun) -> AnyRun:
     """Return the run file with a model id on the Hub replaced by the model's folder."""
     folder = resolve_checkpoint(config.model.path, with_weights=True)
-    model = config.model.model_copy(update={"path": str(folder)})
-    return config.model_copy(update={"model": model})
+    return config.with_values("model", path=str(folder))
 
 
 def find_family(config: RunFile | SftFile) -> Family:
@@ -87,9 +79,7 @@ def find_family(config: RunFile | SftFile) -> Family:
         )
     family = load_family(path, config.model.exact, **config.model.overrides())
     config.trainer.check_ranks(config.trainer.ranks)
-    check_context_parallel(family, path, config.trainer.context_parallel, config.model.exact)
-    check_expert_parallel(family, path, config.trainer.expert_parallel)
-    check_tensor_parallel(family, path, config.trainer.tensor_parallel)
+    check_parallel(family, path, config.trainer, config.model.exact)
     if shows_media and not family.shows_media:
         raise ConfigError(
             f"{shown_by} shows images, but [model] path = {config.model.path!r} has no vision "

@@ -62,8 +62,7 @@ def leave_out_silent_servers(config: RunFile, run_dir: RunDir) -> RunFile:
         for url in silent:
             print(f"{url} does not answer: the run continues without it until it does")
         servers = [url for url in servers if url not in silent]
-    inference = config.inference.model_copy(update={"servers": tuple(servers)})
-    return config.model_copy(update={"inference": inference})
+    return config.with_values("inference", servers=tuple(servers))
 
 
 def _answers(address: str) -> bool:
@@ -81,9 +80,8 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
         return
     token, control_token = config.inference.read_token(), config.inference.read_control_token()
     run_id = run_dir.read_id() if run_dir.id_file.is_file() else ""
-    store = open_store(
-        config.media.root, deadline_s=START_DEADLINE_S, **config.media.store_options()
-    )
+    options = config.media.store_options()
+    store = open_store(config.media.root, deadline_s=START_DEADLINE_S, **options)
     # Append random bytes to the picture, so that no other store has this file.
     image = store.put(draw_probe_image() + os.urandom(16))
     part = {"type": "image_url", "image_url": {"url": image.url}}

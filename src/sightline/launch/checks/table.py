@@ -15,15 +15,7 @@ from functools import cached_property
 from sightline.config import RunFile, SftFile, load_config
 from sightline.errors import SightlineError
 from sightline.families import Family
-from sightline.launch.checks import (
-    Check,
-    Finding,
-    machine,
-    model,
-    run_files,
-    servers,
-    settings,
-)
+from sightline.launch.checks import Check, Finding, machine, model, run_files, servers, settings
 from sightline.media import MediaStore, open_store
 from sightline.run import RunDir
 from sightline.trainer.checkpoint import CheckpointStore, ResumePoint
@@ -73,15 +65,11 @@ class Facts:
         return run_files.read_waiting_batches(self.run_dir, self.checkpoints)
 
 
-def describe_model(config: RunFile | SftFile, family: Family) -> str:
-    return f"{family.name}: {config.model.path}"
-
-
 CHECKS = (
     *machine.MACHINE_CHECKS,
     Check("extras", (SETTINGS,), "config", settings.check_extras),
     Check("devices", (SETTINGS,), "config", settings.check_devices),
-    Check("model", (RL, SFT), "config family", describe_model),
+    Check("model", (RL, SFT), "config family", lambda c, f: f"{f.name}: {c.model.path}"),
     Check("algorithm", (RL,), "config", settings.check_algorithm),
     Check("settings", (RL,), "config", settings.check_settings),
     Check("engine", (RL,), "config family run_dir", servers.check_engine),

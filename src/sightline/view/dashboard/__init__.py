@@ -6,7 +6,7 @@
 
     run_view.py  one run: its files, index, history and problems
         index.py     all rollouts and images of a run, without reading the traces
-        server.py    the routes; access.py checks access; live_updates.py notifies browsers
+        server.py    the routes; access.py checks access; run_collection.py notifies browsers
 
 It never writes to a run except to `view/`, which can be removed at any time.
 """

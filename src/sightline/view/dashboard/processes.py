@@ -39,13 +39,8 @@ def describe_processes(run: RunView) -> dict[str, Any]:
         "workers_lost": _table(newest, "workers_lost."),
         "dropped": dict(run.history.dropped),
         "notes": [
-            {
-                "time": note.time,
-                "process": note.process,
-                "kind": note.kind,
-                "step": note.step,
-                "text": _format_values(note.values),
-            }
+            {name: getattr(note, name) for name in ("time", "process", "kind", "step")}
+            | {"text": _format_values(note.values)}
             for note in reversed(list(run.history.notes)[-100:])
         ],
     }

@@ -26,11 +26,8 @@ GROUP_ORDERS = SORT_ORDERS | {
     "spread": "max(reward) - min(reward) DESC, id ASC",
 }
 MAX_ERRORS = 20
-_COLUMNS = (
-    "file", "number", "trace_id", "group_id", "env", "task", "split", "step", "reward", "rewards",
-    "verdict", "error", "turns", "branches", "tokens", "sampled", "images", "lag", "seconds",
-    "answer", "advantage", "kl", "worst_ratio",
-)  # fmt: skip
+_INTERNAL = {"id", "start", "size"}
+"""Columns of `rollouts` that pages do not contain."""
 
 
 class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
@@ -100,12 +97,12 @@ def list_rollouts(
     order = SORT_ORDERS.get(wanted.sort, SORT_ORDERS["newest"])
     # Select the ids first, so that rows before the page are skipped in an index and not read.
     rows = connection.execute(
-        f"SELECT id, {', '.join(_COLUMNS)} FROM rollouts WHERE id IN"
+        "SELECT * FROM rollouts WHERE id IN"
         f" (SELECT id FROM rollouts {where} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}",
         [*values, max(1, min(limit, MAX_ROWS)), max(0, offset)],
     ).fetchall()
     page = [
-        {name: row[name] for name in _COLUMNS}
+        {name: value for name, value in dict(row).items() if name not in _INTERNAL}
         | {"rewards": json.loads(row["rewards"]), "thumbs": _thumbs(connection, row)}
         for row in rows
     ]
@@ -185,9 +182,7 @@ def find_neighbours(connection: sqlite3.Connection, file: str, number: int) -> d
 
 def find_rollout(connection: sqlite3.Connection, file: str, number: int) -> dict[str, Any] | None:
     row = connection.execute(
-        f"SELECT id, start, size, {', '.join(_COLUMNS)} FROM rollouts"
-        " WHERE file = ? AND number = ?",
-        (file, number),
+        "SELECT * FROM rollouts WHERE file = ? AND number = ?", (file, number)
     ).fetchone()
     return None if row is None else dict(row)
 

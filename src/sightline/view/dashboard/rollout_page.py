@@ -25,6 +25,11 @@ MAX_TOKENS = 4096
 """Maximum number of a node's tokens in one answer."""
 MAX_CHARS = 200_000
 """Maximum number of a text's characters in one answer."""
+_COPIED = (
+    "id", "env", "task", "split", "reward", "rewards", "temperature", "truncated", "error",
+    "error_kind", "forks",
+)  # fmt: skip
+"""Values that are a trace's attributes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +62,12 @@ def describe_rollout(run: RunView, file: str, number: int) -> dict[str, Any] | N
     scored = read_node_scores(run, row["step"], trace)
     credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
     return {
-        **{key: row[key] for key in ("file", "number", "step", "verdict", "lag", "kl")},
-        "id": trace.id,
+        **{key: row[key] for key in ("file", "number", "step", "verdict", "lag", "kl", "seconds")},
+        **{name: getattr(trace, name) for name in _COPIED},
         "group": trace.group_id,
-        "env": trace.env,
-        "task": trace.task,
-        "split": trace.split,
         "seed": str(trace.seed),
-        "reward": trace.reward,
-        "rewards": trace.rewards,
-        "temperature": trace.temperature,
-        "truncated": trace.truncated,
-        "error": trace.error,
-        "error_kind": trace.error_kind,
         "door_errors": trace.refused_requests,
-        "forks": trace.forks,
         "toolsets": [toolset[:MAX_CHARS] for toolset in trace.toolsets],
-        "seconds": row["seconds"],
         "nodes": [_describe_node(run, node, credits.get(node.id), scored) for node in trace.nodes],
         "branches": trace.branches(),
         "neighbours": around,
@@ -120,10 +114,7 @@ def _describe_image(run: RunView, part: ImagePart, slot: Slot | None) -> dict[st
     ref = part.ref
     description: dict[str, Any] = {
         "image": ref.digest,
-        "mime": ref.mime,
-        "width": ref.width,
-        "height": ref.height,
-        "nbytes": ref.nbytes,
+        **{name: getattr(ref, name) for name in ("mime", "width", "height", "nbytes")},
         "missing": not run.store.has(ref.digest),
     }
     if slot is not None and slot.item.ref.digest == ref.digest:
@@ -181,14 +172,13 @@ def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, 
             cut = trace.nodes[origin.node].num_sampled - (origin.stop - origin.start)
             if cut >= 0:
                 arrays = (scores.logprobs, scores.ratios, scores.advantages)
-                padded = [_pad_with_nan(array.numpy()[span], cut) for array in arrays]
+                # NaN stands for the last tokens, which the trainer cut off.
+                padded = [
+                    np.pad(array.numpy()[span], (0, cut), constant_values=np.nan)
+                    for array in arrays
+                ]
                 node_scores[origin.node] = NodeScores(*padded)
     return node_scores
-
-
-def _pad_with_nan(values: np.ndarray, cut: int) -> np.ndarray:
-    """Append NaN for the last `cut` tokens, which the trainer cut off."""
-    return np.concatenate([values, np.full(cut, np.nan, values.dtype)])
 
 
 def describe_tokens(

@@ -20,6 +20,8 @@ from sightline.view.run_status import FAILED, FINISHED, STOPPED, RunState, find_
 _FILES_PER_REFRESH = 8
 IMAGES_PER_REFRESH = 5000
 METRICS_BYTES_PER_REFRESH = 8 * 1024**2
+_NEWEST = ("loss", "eta_s", "reward", "tokens_per_s", "bad_media")
+"""Metrics of the newest step in the overview."""
 _TAG = re.compile(r"(?<![\w#])#(\w(?:[\w./=-]*\w)?)")
 
 
@@ -150,13 +152,9 @@ class RunView(RunFiles):
             "step": self.history.last_step,
             "steps_total": newest.get("steps_total")
             or find_number(self.get_section("run"), "steps"),
-            "loss": newest.get("loss"),
+            **{name: newest.get(name) for name in _NEWEST},
             "elapsed_s": self.history.active_s,
-            "eta_s": newest.get("eta_s"),
-            "reward": newest.get("reward"),
             "mismatch_kl": trained.get("mismatch_kl"),
-            "tokens_per_s": newest.get("tokens_per_s"),
-            "bad_media": newest.get("bad_media"),
             "started": self.history.first_time,
             "last": self.history.last_time,
             "rollouts": num,

@@ -27,9 +27,8 @@ from sightline.transport.http_server import RequestGuard, build_uvicorn_config, 
 from sightline.transport.listen import bind_socket, check_tls, describe_link
 from sightline.view.dashboard import processes, queries, rollout_page, thumbnails
 from sightline.view.dashboard.access import AccessMiddleware
-from sightline.view.dashboard.live_updates import RunWatcher
 from sightline.view.dashboard.queries import Int64
-from sightline.view.dashboard.run_collection import RunCollection
+from sightline.view.dashboard.run_collection import RunCollection, RunWatcher
 from sightline.view.dashboard.run_view import RunView
 from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
 
@@ -198,15 +197,14 @@ class Dashboard:
 
     def prometheus(self) -> Response:
         """Return the newest numbers of every run."""
+        views = self._runs.all()
         numbers = [
             ("gauge", f"run_{name}", {"run": view.key}, value)
-            for view in self._runs.all()
+            for view in views
             for kind in ("step", "train")
             for name, value in view.history.newest(kind).items()
         ]
-        steps = [
-            ("gauge", "run_step", {"run": v.key}, v.history.last_step) for v in self._runs.all()
-        ]
+        steps = [("gauge", "run_step", {"run": view.key}, view.history.last_step) for view in views]
         return Response(format_prometheus([*steps, *numbers]), media_type=CONTENT_TYPE)
 
     # --- rollouts
@@ -237,12 +235,7 @@ class Dashboard:
         return _json_response(rollout)
 
     def tokens(
-        self,
-        run: str,
-        file: str,
-        number: Int64,
-        node: int,
-        start: Annotated[int, Query(ge=0)] = 0,
+        self, run: str, file: str, number: Int64, node: int, start: Annotated[int, Query(ge=0)] = 0
     ) -> Response:
         tokens = rollout_page.describe_tokens(self._run(run), file, number, node, start)
         if tokens is None:

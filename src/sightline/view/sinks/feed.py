@@ -21,6 +21,8 @@ from PIL.Image import Image
 from sightline.config import LoggingConfig
 from sightline.errors import ConfigError, MediaError, SightlineError
 from sightline.media import MediaStore
+from sightline.media.object_remote import ObjectRemote
+from sightline.media.remote import DEADLINE_S, TIMEOUT_S
 from sightline.regular_file import read_text
 from sightline.run.run_dir import RunDir
 from sightline.trace.codec import read_records
@@ -30,14 +32,7 @@ from sightline.view.dashboard.thumbnails import open_reduced
 from sightline.view.events import EventTail
 from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.run_status import RUNNING, find_launcher, find_state
-from sightline.view.sinks import (
-    PROBLEM_PREFIX,
-    SINKS,
-    RolloutRow,
-    RunIdentity,
-    Sink,
-    check_sinks,
-)
+from sightline.view.sinks import PROBLEM_PREFIX, SINKS, RolloutRow, RunIdentity, Sink, check_sinks
 from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
 
@@ -98,13 +93,30 @@ def build_factories(config: LoggingConfig, run_dir: RunDir) -> dict[str, Callabl
         sink: Sink = getattr(module, SINKS[name])(folder, identity, config.wandb_offline)
         return sink
 
-    def build_upload() -> Sink:
-        from sightline.view.sinks.sample_upload import SampleUpload
-
-        return SampleUpload(run_dir, config.upload_samples_to, identity)
-
     factories: dict[str, Callable[[], Sink]] = {n: partial(build, n) for n in config.sinks}
-    return factories | ({UPLOAD: build_upload} if config.upload_samples_to else {})
+    if config.upload_samples_to:
+        factories[UPLOAD] = partial(_SampleUpload, run_dir, config.upload_samples_to, identity)
+    return factories
+
+
+class _SampleUpload:
+    """Uploads `samples/step_N.parquet` to an object store, while the run goes on."""
+
+    def __init__(self, run_dir: RunDir, address: str, run: RunIdentity) -> None:
+        self._run_dir, self._folder = run_dir, run.unique_name
+        self._remote = ObjectRemote(address, TIMEOUT_S, DEADLINE_S)
+
+    def numbers(self, step: int, values: dict[str, float]) -> None:
+        """Ignore metrics: only samples are uploaded."""
+
+    def samples(self, step: int, samples: list[RolloutRow]) -> None:
+        from sightline.view.parquet_export import export_samples
+
+        for name, _ in export_samples(self._run_dir, [step]):
+            self._remote.upload(f"{self._folder}/{name}", self._run_dir.samples / name)
+
+    def close(self) -> None:
+        """Do nothing: every upload has ended."""
 
 
 class _SinkFeeder:
