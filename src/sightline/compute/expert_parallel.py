@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import Shard
 
-from sightline.compute.local_module import LocalModule, divide_parameters
+from sightline.compute.tensor_parallel import LocalModule, divide_parameters
 from sightline.errors import ConfigError
 
 
