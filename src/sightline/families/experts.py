@@ -182,10 +182,8 @@ def _is_known(router: Any) -> bool:
     A copy with drawn values is tried, because the router may be on the meta device.
     """
     try:
-        trial, draws = (
-            copy.deepcopy(router).to_empty(device="cpu"),
-            torch.Generator().manual_seed(0),
-        )
+        trial = copy.deepcopy(router).to_empty(device="cpu")
+        draws = torch.Generator().manual_seed(0)
         for tensor in (*trial.parameters(), *trial.buffers()):
             tensor.copy_(torch.randn(tensor.shape, generator=draws))
         hidden = torch.randn(8, trial.weight.shape[-1], generator=draws).to(trial.weight)

@@ -24,8 +24,6 @@ from sightline.families.experts import ExpertRouting, check_auxiliary_loss, grou
 from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
 from sightline.families.protocol import Grid
 from sightline.families.rope import pin_frequencies
-from sightline.families.video_family import VideoFamily
-from sightline.families.vision_family import PixelFamily
 
 
 class TextForward:
@@ -71,10 +69,8 @@ class TextForward:
             flat = embeds.reshape(-1, size).index_copy(0, feature_indices, layers[0])
             embeds = flat.view(embeds.shape)
             if len(layers) > 1:
-                extra = {
-                    "visual_pos_masks": feature_indices,
-                    "deepstack_visual_embeds": list(layers[1:]),
-                }
+                extra["visual_pos_masks"] = feature_indices
+                extra["deepstack_visual_embeds"] = list(layers[1:])
         if self._recurrent_window and attention.state is None:
             extra["recurrence"] = build_recurrence_plan(
                 attention.subtree_end, self._recurrent_window, embeds.device
@@ -96,12 +92,12 @@ class TextForward:
 
 
 class VisionForward(TextForward):
-    """A model with a vision tower. A family defines the tower's inputs and outputs."""
+    """A model with a vision tower. By default, the tower processes several frames at once."""
 
     vision_parts: ClassVar[tuple[str, ...]] = ("visual",)
     """The modules that compute image features, the tower first."""
 
-    def __init__(self, model: nn.Module, family: PixelFamily[Any]) -> None:
+    def __init__(self, model: nn.Module, family: Any) -> None:
         body: Any = model.model
         super().__init__(model, body.language_model)
         self._family = family
@@ -117,20 +113,37 @@ class VisionForward(TextForward):
             for name, parameter in module.named_parameters()
         ]
 
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), *self._tower.blocks]
+
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         """Return the keyword arguments that the tower would otherwise derive from `grid_thw`.
 
         They are arrays, because tensors created without gradients cannot be used with gradients.
         """
-        raise NotImplementedError
+        sizes = torch.tensor(grids)
+        merge = self._tower.spatial_merge_size
+        ends = vision_utils.get_vision_cu_seqlens(sizes)
+        return {
+            "position_ids": vision_utils.get_vision_position_ids(sizes, merge).numpy(),
+            "cu_seqlens": ends.numpy(),
+            "max_seqlen": int(ends.diff().max()),
+        }
 
     def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches ..."]:
-        """Return the normalized values of patches in the tower's input shape."""
-        raise NotImplementedError
+        """Return the normalized values of patches in the tower's input shape.
+
+        The single frame of an image is repeated. A video step has all frames.
+        """
+        values = self.look_up(patches)
+        num, _, size = values.shape
+        if size != self._family.patch**2:
+            return values.reshape(num, -1)
+        return values.unsqueeze(2).expand(num, 3, self._family.temporal, size).reshape(num, -1)
 
     def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
         """Return the features in the tower's output."""
-        raise NotImplementedError
+        return join_layers(output.pooler_output, output)
 
     def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
         side, values = self._family.merge, 3 * self._family.patch**2
@@ -158,38 +171,6 @@ class VisionForward(TextForward):
         }
         sizes = {"grid_thw": torch.tensor(grids)}  # on the host by default
         return self.get_features(self._tower(rows, **{**sizes, **inputs}))
-
-
-class VideoForward(VisionForward):
-    """A model with `visual` and `language_model`, whose tower processes several frames at once."""
-
-    def __init__(self, model: nn.Module, family: VideoFamily[Any]) -> None:
-        super().__init__(model, family)
-        self._temporal = family.temporal
-
-    def blocks(self) -> list[nn.Module]:
-        return [*super().blocks(), *self._tower.blocks]
-
-    def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
-        return join_layers(output.pooler_output, output)
-
-    def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches row"]:
-        """Return the values of all frames of a video step. Repeat the single frame of an image."""
-        values = self.look_up(patches)
-        num, _, size = values.shape
-        if size != self._family.patch**2:
-            return values.reshape(num, -1)
-        return values.unsqueeze(2).expand(num, 3, self._temporal, size).reshape(num, -1)
-
-    def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
-        sizes = torch.tensor(grids)
-        merge = self._tower.spatial_merge_size
-        ends = vision_utils.get_vision_cu_seqlens(sizes)
-        return {
-            "position_ids": vision_utils.get_vision_position_ids(sizes, merge).numpy(),
-            "cu_seqlens": ends.numpy(),
-            "max_seqlen": int(ends.diff().max()),
-        }
 
 
 def join_layers(

@@ -11,10 +11,10 @@ from transformers import AutoModelForImageTextToText
 
 from sightline.families.glm_v.vision import GlmVFamily
 from sightline.families.protocol import Grid
-from sightline.families.transformers_forward import VideoForward, load_model
+from sightline.families.transformers_forward import VisionForward, load_model
 
 
-class GlmVForward(VideoForward):
+class GlmVForward(VisionForward):
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         # The tower needs grids on the device to interpolate position embeddings.
         return {**super().compute_tower_inputs(grids), "grid_thw": np.array(grids)}

@@ -19,7 +19,7 @@ class KimiK25Forward(VisionForward):
     vision_parts = ("vision_tower", "mm_projector")
 
     def blocks(self) -> list[nn.Module]:
-        return [*super().blocks(), *self._tower.layers]
+        return [*self._text.layers, *self._tower.layers]
 
     def rows(
         self, patches: UInt8[Tensor, "patches values"]

@@ -11,14 +11,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, visi
 from sightline.errors import FamilyError
 from sightline.families.protocol import Family, Grid
 from sightline.families.qwen_vl.vision import QwenVLFamily
-from sightline.families.transformers_forward import (
-    TextForward,
-    VideoForward,
-    load_model,
-)
+from sightline.families.transformers_forward import TextForward, VisionForward, load_model
 
 
-class QwenVLForward(VideoForward):
+class QwenVLForward(VisionForward):
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         tower, sizes = self._tower, torch.tensor(grids)
         inputs: dict[str, Any] = super().compute_tower_inputs(grids)
