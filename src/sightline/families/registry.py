@@ -161,47 +161,42 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def check_context_parallel(family: Family, model: str | Path, size: int, exact: bool) -> None:
     """Raise if `size` ranks cannot divide the tokens of a micro-batch."""
-    text = _read_text_config(model)
-    heads = _count_kv_heads(text)
-    reasons = {
-        f"the model's {heads} key-value heads (in config.json) are not a multiple of it": not heads
-        or heads % size != 0,
-        f"every rank would need whole sequences: {family.packing.reason}": (
-            family.packing.carries_state or family.packing.kind == "rows"
-        ),
-        "[model] exact computes whole sequences": exact,
-    }
-    _refuse("context_parallel", size, reasons)
+    _check_heads("context_parallel", model, size)
+    if family.packing.carries_state or family.packing.kind == "rows":
+        reason = f"every rank would need whole sequences: {family.packing.reason}"
+        _refuse("context_parallel", size, reason)
+    if exact:
+        _refuse("context_parallel", size, "[model] exact computes whole sequences")
 
 
 def check_expert_parallel(family: Family, model: str | Path, size: int) -> None:
     """Raise if `size` ranks cannot divide the experts of each layer."""
     text = _read_text_config(model)
     experts = max(text.get(name) or 0 for name in NUM_EXPERTS)
-    reasons = {
-        "the model has no experts (in config.json)": not experts,
-        f"the model's {experts} experts (in config.json) are not a multiple of it": bool(
-            experts % size
-        ),
-        f"it is untested with the generic family {family.name!r}": bool(family.model_class),
-    }
-    _refuse("expert_parallel", size, reasons)
+    if not experts:
+        _refuse("expert_parallel", size, "the model has no experts (in config.json)")
+    if experts % size:
+        reason = f"the model's {experts} experts (in config.json) are not a multiple of it"
+        _refuse("expert_parallel", size, reason)
+    if family.model_class:
+        reason = f"it is untested with the generic family {family.name!r}"
+        _refuse("expert_parallel", size, reason)
 
 
 def check_tensor_parallel(family: Family, model: str | Path, size: int) -> None:
     """Raise if `size` ranks cannot divide the matrices of attention and MLPs."""
+    if not family.tensor_plan:
+        reason = f"the family {family.name!r} does not say how to divide this model"
+        _refuse("tensor_parallel", size, reason)
+    _check_heads("tensor_parallel", model, size)
+
+
+def _check_heads(setting: str, model: str | Path, size: int) -> None:
     text = _read_text_config(model)
-    heads = _count_kv_heads(text)
-    reasons = {
-        f"the family {family.name!r} does not say how to divide this model": not family.tensor_plan,
-        f"the model's {heads} key-value heads (in config.json) are not a multiple of it": not heads
-        or heads % size != 0,
-    }
-    _refuse("tensor_parallel", size, reasons)
-
-
-def _count_kv_heads(text: dict[str, Any]) -> int:
-    return int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0)
+    heads = int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0)
+    if not heads or heads % size:
+        reason = f"the model's {heads} key-value heads (in config.json) are not a multiple of it"
+        _refuse(setting, size, reason)
 
 
 def _read_text_config(model: str | Path) -> dict[str, Any]:
@@ -209,14 +204,13 @@ def _read_text_config(model: str | Path) -> dict[str, Any]:
     return config.get("text_config") or config
 
 
-def _refuse(setting: str, size: int, reasons: dict[str, bool]) -> None:
-    """Raise for the first reason that applies, if `size` ranks divide anything."""
-    for reason, applies in reasons.items():
-        if applies and size > 1:
-            raise ConfigError(
-                f"[trainer] {setting} = {size} does not work, because {reason}",
-                f"set [trainer] {setting} = 1",
-            )
+def _refuse(setting: str, size: int, reason: str) -> None:
+    """Raise for a setting that does not work, if `size` ranks divide anything."""
+    if size > 1:
+        raise ConfigError(
+            f"[trainer] {setting} = {size} does not work, because {reason}",
+            f"set [trainer] {setting} = 1",
+        )
 
 
 def load_renderer(
