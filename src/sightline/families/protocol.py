@@ -156,10 +156,8 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
-        """Return int32 positions (num_axes, num_tokens) from `start`, and the next position."""
+    def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
+        """Return int32 positions (num_axes, num_tokens), and the position after them."""
 
     def steps(self, video: VideoPart) -> Sequence[ShownStep]:
         """Return the steps of a video. Raise MediaRefused if it cannot be shown.

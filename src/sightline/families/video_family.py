@@ -172,12 +172,10 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
     def repeat_frame(self, patches: np.ndarray) -> np.ndarray:
         return self.shape_rows(patches.reshape(len(patches), 3, -1))
 
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
+    def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         check_slots_fit(slots, self.merge, num_tokens)
         per_second = getattr(self.video, "tokens_per_second", 0)
-        return compute_mrope_positions(num_tokens, slots, self.merge, start, per_second)
+        return compute_mrope_positions(num_tokens, slots, self.merge, per_second)
 
     # -- videos
 

@@ -53,12 +53,10 @@ class VisionFamily(Family, Generic[Settings]):
     def feature_offsets(self, item: MediaItem) -> np.ndarray:
         return np.arange(self.num_tokens(item))
 
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
+    def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         """Return positions on one axis. Visual tokens count like text tokens."""
         check_slots_fit(slots, self.merge, num_tokens)
-        return compute_text_positions(num_tokens, start)
+        return compute_text_positions(num_tokens)
 
 
 class PixelFamily(VisionFamily[Settings]):
@@ -118,30 +116,24 @@ class TextOnlyFamily(Family):
     compute_layout = cut_patches = num_tokens = feature_offsets = _refuse_images
     check_item = steps = step_patches = repeat_frame = _refuse_images
 
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
+    def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         if slots:
             raise Misaligned(
                 "image slots for a text-only checkpoint",
                 "render with the checkpoint's own renderer",
             )
-        return compute_text_positions(num_tokens, start)
+        return compute_text_positions(num_tokens)
 
 
-def compute_text_positions(num_tokens: int, start: int) -> tuple[np.ndarray, int]:
-    """Return int32 positions (1, num_tokens) from `start`, and the next position."""
-    return np.arange(start, start + num_tokens, dtype=np.int32)[None], start + num_tokens
+def compute_text_positions(num_tokens: int) -> tuple[np.ndarray, int]:
+    """Return int32 positions (1, num_tokens), and the position after them."""
+    return np.arange(num_tokens, dtype=np.int32)[None], num_tokens
 
 
 def compute_mrope_positions(
-    num_tokens: int,
-    slots: Sequence[Slot],
-    merge: int,
-    start: int = 0,
-    tokens_per_second: int = 0,
+    num_tokens: int, slots: Sequence[Slot], merge: int, tokens_per_second: int = 0
 ) -> tuple[np.ndarray, int]:
-    """Return int32 MRoPE positions (3, num_tokens) from `start`, and the next position.
+    """Return int32 MRoPE positions (3, num_tokens), and the position after them.
 
     Each text token advances time, height and width by one. An image starts at the current position
     on all three axes. Its tokens are placed by the merged grid, and the text continues after the
@@ -150,7 +142,7 @@ def compute_mrope_positions(
     then continues after the largest position.
     """
     placed = np.empty((3, num_tokens), dtype=np.int32)
-    done, position, begin, last = 0, start, start, -1
+    done, position, begin, last = 0, 0, 0, -1
     for slot in slots:
         t, rows, columns = slot.item.grid
         h, w = rows // merge, columns // merge

@@ -158,13 +158,11 @@ class AnyVLMFamily(Family):
             )
         return rows
 
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
+    def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         check_slots_order(slots, [self.num_tokens(slot.item) for slot in slots], num_tokens)
         if self.num_axes > 1:
-            return compute_mrope_positions(num_tokens, slots, self.findings.merge, start)
-        return compute_text_positions(num_tokens, start)
+            return compute_mrope_positions(num_tokens, slots, self.findings.merge)
+        return compute_text_positions(num_tokens)
 
 
 def fill_lines(pieces: list[tuple[str, int]], rows: int, columns: int) -> list[tuple[str, int]]:
