@@ -106,8 +106,7 @@ class Middleware:
 
 def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
     """Return the engine in front of `client`, vLLM's EngineClient."""
-    spec, family = components.spec, components.family
-    path = spec.model_path
+    spec, family, path = components.spec, components.family, components.spec.model_path
     serving = load_serving(path, family, takes_updates=False)
     vision = serving.vision_prefixes(family)
     images = client.model_config.multimodal_config  # None for a text-only model
@@ -127,14 +126,9 @@ def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
         manifest=Manifest(version=0, vision_version=0, files=[], run=spec.run_id),
         vision_digest=vision_digest(open_checkpoint(path), vision),
     )
-    return VllmEngine(
-        client,
-        items,
-        updater,
-        spec,
-        max_image_tokens=client.input_processor.mm_encoder_cache_size,
-        sampled_tokens=symbols.read_sampled_tokens,
-    )
+    max_image_tokens = client.input_processor.mm_encoder_cache_size
+    sampled_tokens = symbols.read_sampled_tokens
+    return VllmEngine(client, items, updater, spec, max_image_tokens, sampled_tokens)
 
 
 async def announce(server: uvicorn.Server, components: ServerComponents, keeps_kv: bool) -> None:
