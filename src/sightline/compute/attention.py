@@ -85,10 +85,8 @@ def _attention_forward(
         among_images = attend_images_exact if exact else attend_images
         out = among_images(query, key, value, scaling, cu_seq_lens_q, max_length_q)
     else:
-        raise FamilyError(
-            f"{type(module).__name__} attends without a pattern",
-            "pass attention= to Forward.hidden",
-        )
+        problem = f"{type(module).__name__} attends without a pattern"
+        raise FamilyError(problem, "pass attention= to Forward.hidden")
     return out.transpose(1, 2), None
 
 

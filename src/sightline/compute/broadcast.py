@@ -96,10 +96,8 @@ class BroadcastReceiver:
         self._group.barrier().wait()
         is_same = name.equal(_name_version(manifest))
         if not is_same or digest_weights(tensors) != manifest.weights_digest:
-            raise WeightsError(
-                f"version {manifest.label} arrived with other bits than were announced",
-                "resume the run. The engine keeps the weights it has",
-            )
+            problem = f"version {manifest.label} arrived with other bits than were announced"
+            raise WeightsError(problem, "resume the run. The engine keeps the weights it has")
         return tensors
 
 

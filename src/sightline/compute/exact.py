@@ -85,10 +85,8 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
 
 def _check_kind(forward: Forward, device: torch.device, dtype: torch.dtype) -> None:
     if dtype not in DTYPES.get(device.type, ()):
-        raise ConfigError(
-            f"[model] exact = true with {str(dtype).removeprefix('torch.')} on {device.type}",
-            'set dtype = "bfloat16"',
-        )
+        problem = f"[model] exact = true with {str(dtype).removeprefix('torch.')} on {device.type}"
+        raise ConfigError(problem, 'set dtype = "bfloat16"')
     convolutions = [m for m in forward.model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
     inside = {id(p) for module in convolutions for p in module.parameters()}
     stacked = [n for n, p in forward.model.named_parameters() if p.ndim > 2 and id(p) not in inside]

@@ -146,10 +146,8 @@ def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> N
     odd = sorted((pairs - tensors.keys()) | (tensors.keys() - pairs - base.keys()))
     odd += sorted(adapter.scales.keys() - base.keys())
     if odd or adapter.dtype not in SAFETENSORS_DTYPES.values():
-        raise WeightsError(
-            f"an adapter whose tensors are not those of the model, such as {odd[:3]}",
-            "serve the checkpoint that the trainer trains",
-        )
+        problem = f"an adapter whose tensors are not those of the model, such as {odd[:3]}"
+        raise WeightsError(problem, "serve the checkpoint that the trainer trains")
     for name, tensor in tensors.items():
         if name not in pairs and tensor.shape != base[name].shape:
             raise _shape_error(name, tensor.shape, base[name].shape)

@@ -197,10 +197,8 @@ def check_parameters(own: NamedTensors, tensors: NamedTensors) -> None:
     """Raise unless both have the same parameters with the same shapes."""
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())[:3]
-        raise WeightsError(
-            f"the weights and the model have different parameters, such as {odd}",
-            "serve the checkpoint that the trainer trains",
-        )
+        problem = f"the weights and the model have different parameters, such as {odd}"
+        raise WeightsError(problem, "serve the checkpoint that the trainer trains")
     for name, parameter in own.items():
         if parameter.shape != tensors[name].shape:
             raise WeightsError(

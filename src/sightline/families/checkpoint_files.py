@@ -83,10 +83,8 @@ def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
     config = read_json(path / "config.json")
     vocab_size = int((config.get("text_config") or config)["vocab_size"])
     if tokenizer.vocab_size > vocab_size:
-        raise FamilyError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}",
-            "copy the tokenizer files from the same checkpoint",
-        )
+        problem = f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}"
+        raise FamilyError(problem, "copy the tokenizer files from the same checkpoint")
     file = path / "tokenizer_config.json"
     added = read_json(file).get("added_tokens_decoder") if file.is_file() else None
     for token_id, token in (added or {}).items():

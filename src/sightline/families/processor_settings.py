@@ -78,10 +78,8 @@ def read_frame_settings(
     raw = read_processor_config(path)
     size = raw.get("size") or {}
     if size and not size.keys() & {"shortest_edge", "longest_edge", *_LIMITS}:
-        raise FamilyError(
-            f"{path}: preprocessor_config.json has size = {size}",
-            "give shortest_edge and longest_edge, in pixels per image",
-        )
+        problem = f"{path}: preprocessor_config.json has size = {size}"
+        raise FamilyError(problem, "give shortest_edge and longest_edge, in pixels per image")
     min_pixels = read_int(size, default.min_pixels, "shortest_edge")
     max_pixels = read_int(size, default.max_pixels, "longest_edge")
     settings = FrameSettings(
@@ -158,10 +156,8 @@ def read_pixel_settings(raw: dict[str, Any], default: PixelSettings, path: Path)
     """Return the fields for resampling and normalizing pixels, as keyword arguments."""
     for key in ("do_resize", "do_convert_rgb"):
         if not raw.get(key, True):
-            raise FamilyError(
-                f"{path}: preprocessor_config.json sets {key} to false",
-                "set it to true, so that images of any size and mode fit",
-            )
+            problem = f"{path}: preprocessor_config.json sets {key} to false"
+            raise FamilyError(problem, "set it to true, so that images of any size and mode fit")
     rescales, normalizes = raw.get("do_rescale", True), raw.get("do_normalize", True)
     return {
         "resample": read_int(raw, default.resample, "resample"),

@@ -48,10 +48,8 @@ def _find_modules() -> dict[str, str]:
         folders = (spec.submodule_search_locations if spec else None) or ()
         for name in (module.name for module in pkgutil.iter_modules(folders) if module.ispkg):
             if name in modules:
-                raise FamilyError(
-                    f"{place}.{name} and {modules[name]} have the same name",
-                    "rename one of the folders: items and fingerprints contain the name",
-                )
+                fix = "rename one of the folders: items and fingerprints contain the name"
+                raise FamilyError(f"{place}.{name} and {modules[name]} have the same name", fix)
             modules[name] = f"{place}.{name}"
     return dict(sorted(modules.items()))
 
@@ -95,20 +93,16 @@ def _get_folder(path: Path) -> ModuleType:
             "vision_config, or add a family for it (docs/internals/adding_a_family.md)",
         )
     if len(claimed) > 1:
-        raise FamilyError(
-            f"{kind}, and several families claim it: {', '.join(claimed)}",
-            "remove all but one of them from the Python path",
-        )
+        problem = f"{kind}, and several families claim it: {', '.join(claimed)}"
+        raise FamilyError(problem, "remove all but one of them from the Python path")
     return next(iter(claimed.values()))
 
 
 def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.exists():
-        raise FamilyError(
-            f"{path} is not a checkpoint: it has no config.json",
-            "create one with `sightline model tiny DIR`, or name the folder of a checkpoint",
-        )
+        fix = "create one with `sightline model tiny DIR`, or name the folder of a checkpoint"
+        raise FamilyError(f"{path} is not a checkpoint: it has no config.json", fix)
     # transformers also opens files, which it finds in the folder and in its folders.
     for found in (*path.glob("*"), *path.glob("*/*")):
         if found.exists() and not (found.is_file() or found.is_dir()):
@@ -146,10 +140,8 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
             "choose a checkpoint with a native family (docs/models.md), or remove exact",
         )
     if exact and family.packing.carries_state:
-        raise ConfigError(
-            f"[model] exact is not supported for this model: {family.packing.reason}",
-            "choose a model without recurrent layers, or remove exact",
-        )
+        problem = f"[model] exact is not supported for this model: {family.packing.reason}"
+        raise ConfigError(problem, "choose a model without recurrent layers, or remove exact")
     if exact and family.packing.kind == "tree":
         family.packing = EXACT_PACKING
     return family
@@ -207,10 +199,8 @@ def _read_text_config(model: str | Path) -> dict[str, Any]:
 def _refuse(setting: str, size: int, reason: str) -> None:
     """Raise for a setting that does not work, if `size` ranks divide anything."""
     if size > 1:
-        raise ConfigError(
-            f"[trainer] {setting} = {size} does not work, because {reason}",
-            f"set [trainer] {setting} = 1",
-        )
+        problem = f"[trainer] {setting} = {size} does not work, because {reason}"
+        raise ConfigError(problem, f"set [trainer] {setting} = 1")
 
 
 def load_renderer(

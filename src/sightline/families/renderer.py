@@ -201,11 +201,8 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
 
     def _check_count(self, path: str, count: int, most: int, unit: str = "entries") -> None:
         if self.max_model_len and count > most:
-            raise PromptTooLong.at(
-                path,
-                f"{count} {unit}, but max_model_len = {self.max_model_len} allows {most}",
-                SHORTEN,
-            )
+            problem = f"{count} {unit}, but max_model_len = {self.max_model_len} allows {most}"
+            raise PromptTooLong.at(path, problem, SHORTEN)
 
     def _check_tools(self, tools: Tools) -> None:
         """Check the size of the tools before a format writes them, which may be slow."""
@@ -266,11 +263,8 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
         check_unicode(message.tool_call_id or "", f"{path}.tool_call_id")
         check_unicode(message.name or "", f"{path}.name")
         if message.name and message.role in self.unsupported_names:
-            raise MessageError.at(
-                f"{path}.name",
-                "the chat template writes names in a way that is not supported",
-                "put the name into the content",
-            )
+            problem = "the chat template writes names in a way that is not supported"
+            raise MessageError.at(f"{path}.name", problem, "put the name into the content")
         for k, call in enumerate(message.tool_calls):
             check_unicode(call.id, f"{path}.tool_calls[{k}].id")
             check_unicode(call.name + call.arguments, f"{path}.tool_calls[{k}].function")

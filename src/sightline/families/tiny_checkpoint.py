@@ -102,10 +102,8 @@ def describe_checkpoint(
         )
     num_tokens, rows = tokenizer.get_vocab_size(with_added_tokens=True), settings.get("vocab", 0)
     if 0 < rows < num_tokens:
-        raise FamilyError(
-            f"the tokenizer has {num_tokens:,} tokens, and size {size!r} {rows:,} rows",
-            "choose a size of the tokenizer's own models",
-        )
+        problem = f"the tokenizer has {num_tokens:,} tokens, and size {size!r} {rows:,} rows"
+        raise FamilyError(problem, "choose a size of the tokenizer's own models")
     template = read_text(family / description["template"])
     for flag, value in description.get("flags", {}).items():
         template = f"{{%- set {flag} = {json.dumps(value)} -%}}\n{template}"

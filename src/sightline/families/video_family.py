@@ -227,10 +227,8 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
                 "send it as an image",
             )
         if per_frame * self.temporal > MAX_STEP_S:
-            raise MediaRefused(
-                f"the video has {per_frame:.1f} seconds between frames, too many",
-                "give times in seconds, or send its frames as images",
-            )
+            problem = f"the video has {per_frame:.1f} seconds between frames, too many"
+            raise MediaRefused(problem, "give times in seconds, or send its frames as images")
         return numbers, seconds, per_frame
 
     def get_video_settings(self) -> VideoSettings:
@@ -258,10 +256,8 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
                 and item.grid == self._lay_out_frames(*sizes.pop(), step.num_frames).grid
             )
         if not is_ours:
-            raise Misaligned(
-                f"{item.name} with grid {item.grid} is not an item that this family makes",
-                "create items with family.steps",
-            )
+            problem = f"{item.name} with grid {item.grid} is not an item that this family makes"
+            raise Misaligned(problem, "create items with family.steps")
 
     def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
         """Return uint8 patches (patches, 3*temporal*patch*patch): channel, frame, row, column."""
@@ -304,10 +300,8 @@ def fit_size(
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     if min(width, height) < 1 or max(width, height) / min(width, height) > MAX_ASPECT:
-        raise MediaRefused(
-            f"an image of {size} is more than {MAX_ASPECT} times as long as wide",
-            "crop it, or split it into several images",
-        )
+        problem = f"an image of {size} is more than {MAX_ASPECT} times as long as wide"
+        raise MediaRefused(problem, "crop it, or split it into several images")
     area = max(num_frames, 1) * height * width
     rounded = round(max(num_frames, 1) / temporal) * temporal
     # A side under half a factor rounds to 0. The lower limit corrects this, as the area is 0.

@@ -103,10 +103,8 @@ class TextOnlyFamily(Family):
         packing: Packing = TREE_PACKING,
     ) -> None:
         for key in overrides or {}:
-            raise FamilyError(
-                f"[model] {key} is set, but the checkpoint has no vision tower",
-                f"remove [model] {key} from the run file",
-            )
+            problem = f"[model] {key} is set, but the checkpoint has no vision tower"
+            raise FamilyError(problem, f"remove [model] {key} from the run file")
         self.name = name
         super().__init__({"family": name, "shows_media": False}, (), packing)
 
@@ -118,10 +116,8 @@ class TextOnlyFamily(Family):
 
     def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         if slots:
-            raise Misaligned(
-                "image slots for a text-only checkpoint",
-                "render with the checkpoint's own renderer",
-            )
+            problem = "image slots for a text-only checkpoint"
+            raise Misaligned(problem, "render with the checkpoint's own renderer")
         return compute_text_positions(num_tokens)
 
 
@@ -153,10 +149,8 @@ def compute_mrope_positions(
         step = slot.item.step if tokens_per_second else None
         number = -1 if step is None else step.number
         if number > 0 and (text or number != last + 1):
-            raise Misaligned(
-                f"{slot.item.name} at token {slot.offset} does not follow the step before it",
-                "keep the steps of a video together and in order",
-            )
+            problem = f"{slot.item.name} at token {slot.offset} does not follow the step before it"
+            raise Misaligned(problem, "keep the steps of a video together and in order")
         begin, last = begin if number > 0 else position, number
         # In float32, like torch.
         later = 0

@@ -68,11 +68,8 @@ class RequestValidator:
 
     def check_request(self, request: GenerateRequest) -> ValidatedRequest:
         if len(request.request_id) > MAX_NAME_CHARS:
-            raise build_engine_error(
-                "schema",
-                f"request_id: {len(request.request_id)} characters",
-                f"send at most {MAX_NAME_CHARS}",
-            )
+            problem = f"request_id: {len(request.request_id)} characters"
+            raise build_engine_error("schema", problem, f"send at most {MAX_NAME_CHARS}")
         if request.model is not None and request.model not in self.models:
             raise build_engine_error(
                 "model",
@@ -143,11 +140,8 @@ class RequestValidator:
             )
         num = sum(map(len, request.features.kwargs_data.values()))
         if num > len(request.token_ids):
-            raise build_engine_error(
-                "slots",
-                f"features.kwargs_data: {num} items for {len(request.token_ids)} tokens",
-                "send one item per slot",
-            )
+            problem = f"features.kwargs_data: {num} items for {len(request.token_ids)} tokens"
+            raise build_engine_error("slots", problem, "send one item per slot")
         slots = request.slots()
         for i, slot in enumerate(slots):
             self._check_item(i, slot, modality)
@@ -182,11 +176,8 @@ class RequestValidator:
         at = int(np.flatnonzero(pads != wanted)[0])
         inside = f"is in a slot, where {int(wanted[at])} is expected"
         where = "is outside every slot" if wanted[at] < 0 else inside
-        raise build_engine_error(
-            "pads",
-            f"token_ids[{at}]: {int(prompt[at])} {where}",
-            "send the slots that the renderer returned with these tokens",
-        )
+        fix = "send the slots that the renderer returned with these tokens"
+        raise build_engine_error("pads", f"token_ids[{at}]: {int(prompt[at])} {where}", fix)
 
 
 def _describe_schema_error(text: str) -> str:

@@ -97,11 +97,8 @@ class TemplateComposer(MessageRenderer):
             values: dict[str, Any] = self._findings.template_values
             return self._template.render(forms, tools, prompt, **values)
         except TemplateError as error:
-            raise MessageError.at(
-                "messages",
-                f"the chat template fails: {error.problem}",
-                "send what the template accepts",
-            ) from error
+            problem = f"the chat template fails: {error.problem}"
+            raise MessageError.at("messages", problem, "send what the template accepts") from error
 
     def _is_in_parts(self, message: Message) -> bool:
         return bool(message.images) or message.role in self._part_roles
@@ -204,11 +201,8 @@ class TemplateComposer(MessageRenderer):
             return begin + len(self._header_text)
         begin = text.find(self.call_format.opening, least, most) if self.call_format else -1
         if begin < 0:
-            raise MessageError.at(
-                f"messages[{i}].tool_calls",
-                "these calls cannot be located in the chat template's text",
-                "add a text to the message",
-            )
+            problem = "these calls cannot be located in the chat template's text"
+            raise MessageError.at(f"messages[{i}].tool_calls", problem, "add a text to the message")
         return begin
 
     def _refuse_dropped(self, counts: list[int], numbers: list[int]) -> None:

@@ -82,10 +82,8 @@ class AnyVLMForward(TextForward):
     def __init__(self, model: Any, family: AnyVLMFamily, attention: str) -> None:
         text = find_text(model)
         if text is None or model.get_output_embeddings() is None:
-            raise FamilyError(
-                f"{type(model).__name__} has no decoder with layers, or no output head",
-                UNSUPPORTED,
-            )
+            problem = f"{type(model).__name__} has no decoder with layers, or no output head"
+            raise FamilyError(problem, UNSUPPORTED)
         super().__init__(model, text)
         self.family = family
         self._attends_itself = family.packing.kind == "rows"

@@ -95,10 +95,8 @@ def check_processor(processor: Any, path: Path) -> None:
             UNSUPPORTED,
         )
     if not (processor.chat_template or processor.tokenizer.chat_template):
-        raise FamilyError(
-            f"{path} has no chat template",
-            "copy chat_template.jinja from the checkpoint. Base models have none and cannot chat",
-        )
+        fix = "copy chat_template.jinja from the checkpoint. Base models have none and cannot chat"
+        raise FamilyError(f"{path} has no chat template", fix)
     if processor.image_token not in processor.tokenizer.get_vocab():
         raise FamilyError(
             f"the tokenizer lacks {processor.image_token!r}, the processor's token for an image",

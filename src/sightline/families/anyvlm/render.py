@@ -306,11 +306,8 @@ class AnyVLMRenderer(TemplateComposer):
                     run.add_text(part, range(place, at))
         _ = run.position  # encodes the last text
         if num_images != len(items):
-            raise MessageError.at(
-                "messages",
-                f"there are {len(items)} images, but the chat template writes {num_images}",
-                "put images into user messages",
-            )
+            problem = f"there are {len(items)} images, but the chat template writes {num_images}"
+            raise MessageError.at("messages", problem, "put images into user messages")
         return run
 
     def _add_image(self, run: TokenRun, items: list[MediaItem], shown: int, place: int) -> None:

@@ -73,25 +73,19 @@ def _apply_overrides(settings: ProcessorSettings, overrides: dict[str, int]) -> 
         raise FamilyError(f"[model] {key} cannot be set: {why}", "use max_pixels, or none")
     settings = dataclasses.replace(settings, **cast(Any, overrides))
     if settings.max_pixels is not None and settings.max_pixels < settings.factor**2:
-        raise FamilyError(
-            f"[model] max_pixels = {settings.max_pixels} is less than one visual token",
-            f"set max_pixels to {settings.factor**2} or more",
-        )
+        problem = f"[model] max_pixels = {settings.max_pixels} is less than one visual token"
+        raise FamilyError(problem, f"set max_pixels to {settings.factor**2} or more")
     return settings
 
 
 def _check_settings(settings: ProcessorSettings, raw: dict[str, Any], path: Path) -> None:
     if raw.get("fixed_output_tokens") is not None:
-        raise FamilyError(
-            f"{path}: preprocessor_config.json sets fixed_output_tokens",
-            "set it to null, so that the number of tokens depends on the image size",
-        )
+        fix = "set it to null, so that the number of tokens depends on the image size"
+        raise FamilyError(f"{path}: preprocessor_config.json sets fixed_output_tokens", fix)
     is_positive = min(settings.patch, settings.merge, settings.max_patches) > 0
     if not is_positive or settings.max_patches_per_side % settings.merge:
-        raise FamilyError(
-            f"{path}: invalid processor settings {settings}",
-            "use positive numbers, and a limit of patches per side that is a multiple of merge",
-        )
+        fix = "use positive numbers, and a limit of patches per side that is a multiple of merge"
+        raise FamilyError(f"{path}: invalid processor settings {settings}", fix)
 
 
 class KimiK25Family(PixelFamily[ProcessorSettings]):

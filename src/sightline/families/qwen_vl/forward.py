@@ -46,10 +46,8 @@ def load(
     if "sliding_attention" in (kinds or ()) or (
         kinds is None and getattr(text_config, "sliding_window", None)
     ):
-        raise FamilyError(
-            f"{path}: layers with a sliding window are not supported",
-            "set use_sliding_window to false in config.json if the model was trained without it",
-        )
+        fix = "set use_sliding_window to false in config.json if the model was trained without it"
+        raise FamilyError(f"{path}: layers with a sliding window are not supported", fix)
     if isinstance(family, QwenVLFamily):
         return QwenVLForward(model, family)
     return TextForward(model, model.model)

@@ -40,10 +40,8 @@ def find_python(name: str) -> str:
     """Return the path of the interpreter `name`, or of the current one if it is empty."""
     path = shutil.which(name) if name else sys.executable
     if path is None:
-        raise ConfigError(
-            f"[inference] python = {name!r} is not an interpreter",
-            "name the python of the environment that has vLLM, such as .venv-vllm/bin/python",
-        )
+        fix = "name the python of the environment that has vLLM, such as .venv-vllm/bin/python"
+        raise ConfigError(f"[inference] python = {name!r} is not an interpreter", fix)
     return os.path.abspath(path)
 
 
@@ -59,10 +57,8 @@ def check_python(name: str) -> str:
         return python
     lines = [line for line in done.stderr.strip().splitlines() if "fix:" not in line]
     last = (lines or [f"exit code {done.returncode}"])[-1]
-    raise ConfigError(
-        f"{python} cannot serve with vLLM: {last}",
-        'build its environment as docs/vllm.md says, or set [inference] engine = "torch"',
-    )
+    fix = 'build its environment as docs/vllm.md says, or set [inference] engine = "torch"'
+    raise ConfigError(f"{python} cannot serve with vLLM: {last}", fix)
 
 
 def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:

@@ -70,10 +70,8 @@ class WeightUpdater:
     def read(self, folder: Path, manifest: Manifest) -> CheckedWeights:
         """Read and check the weights of a manifest. Raise if they are incomplete or do not fit."""
         if not manifest.files:
-            raise WeightsError(
-                f"{folder} has weights without files, but vLLM's worker reads files",
-                'set [trainer] publish = "files"',
-            )
+            problem = f"{folder} has weights without files, but vLLM's worker reads files"
+            raise WeightsError(problem, 'set [trainer] publish = "files"')
         tensors = read_tensors(folder, manifest)
         info = {"paths": [str(folder / file.name) for file in manifest.files]}
         return self._check_weights(manifest, tensors, info | {"transposed": self._transposed})
