@@ -64,10 +64,9 @@ def attend_varlen(
     window = (-1, 0) if causal else (-1, -1)
     if key_ends is None:
         key_ends, key_longest = ends, longest
-    out: Tensor = attend(
+    return attend(
         q, k, v, ends, key_ends, longest, key_longest, scale=scaling, window_size=window, **options
     )
-    return out
 
 
 def _attend_sequences(
@@ -210,8 +209,7 @@ class FlexTreePattern:
         q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, pad_values(v, k)))
         gqa = q.shape[1] != k.shape[1]
         out = _flex()(q, k, v, block_mask=self._mask, scale=scaling, enable_gqa=gqa)
-        result: Tensor = out[:, :, : out.shape[2] - missing, :width]
-        return result
+        return out[:, :, : out.shape[2] - missing, :width]
 
 
 def pad_subtree_ends(subtree_end: Int[np.ndarray, " tokens"]) -> Int[np.ndarray, " padded"]:

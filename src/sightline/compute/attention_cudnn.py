@@ -123,8 +123,7 @@ class PaddedRows:
             for rows, q, k, v in zip(self._num_rows, qs, ks, vs, strict=True)
         ]
         padded = parts[0] if len(parts) == 1 else torch.cat(parts)
-        tokens: Tensor = _MoveTokens.apply(padded, self._places, self._tokens, self._unused)
-        return tokens
+        return _MoveTokens.apply(padded, self._places, self._tokens, self._unused)
 
 
 def _split(x: Tensor, sizes: list[int]) -> Sequence[Tensor]:

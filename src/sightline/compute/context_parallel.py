@@ -57,8 +57,7 @@ def join_scores(
 
     Every rank computes the same loss from them, so the gradient of a score is its own rank's.
     """
-    joined: Tensor = _JoinScores.apply(scores, places, num_tokens, group)
-    return joined
+    return _JoinScores.apply(scores, places, num_tokens, group)
 
 
 class _JoinScores(torch.autograd.Function):

@@ -129,8 +129,7 @@ def _multiply_with_gradient(
 ) -> Tensor:
     if not torch.is_grad_enabled():
         return multiply(x, weight, bias, least, most)
-    result: Tensor = _ExactLinear.apply(x, weight, bias, least, most)
-    return result
+    return _ExactLinear.apply(x, weight, bias, least, most)
 
 
 def _forward_linear(module: nn.Linear, product: Product, x: Tensor) -> Tensor:

@@ -143,8 +143,7 @@ def _build_mlp(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
     joined, plain = _join(exact, module.gate_proj, module.up_proj), partial(plain_silu_mul)
 
     def compute(x: Tensor) -> Tensor:
-        down: Tensor = module.down_proj(call_exact(silu_mul, plain, *joined(x)))
-        return down
+        return module.down_proj(call_exact(silu_mul, plain, *joined(x)))
 
     return compute
 
@@ -208,8 +207,7 @@ def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
         out = attend_among(q, k, v, float(module.scaling), cu_seqlens, longest)
-        projected: Tensor = module.proj(out.squeeze(0).transpose(0, 1).flatten(1))
-        return projected
+        return module.proj(out.squeeze(0).transpose(0, 1).flatten(1))
 
     return attend
 

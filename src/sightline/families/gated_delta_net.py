@@ -171,8 +171,7 @@ def _convolve(
         out = out + padded.index_select(0, places) * weight[:, -step]
     if module.conv1d.bias is not None:
         out = out + module.conv1d.bias
-    result: Tensor = ACT2FN[module.activation](out.to(x.dtype))
-    return result
+    return ACT2FN[module.activation](out.to(x.dtype))
 
 
 def apply_delta_rule(

@@ -83,12 +83,10 @@ class TextForward:
             pattern=attention,
             **extra,
         )
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+        return out.last_hidden_state
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
-        logits: Tensor = self._head(hidden)
-        return logits
+        return self._head(hidden)
 
 
 class VisionForward(TextForward):
@@ -185,8 +183,7 @@ def join_images(features: Any) -> Float[Tensor, "visual_tokens hidden"]:
     """Return features with one row per token, from one tensor or one tensor per image."""
     if isinstance(features, list | tuple):
         return torch.cat([image.flatten(0, -2) for image in features])
-    flat: Tensor = features.flatten(0, -2)
-    return flat
+    return features.flatten(0, -2)
 
 
 def _add_deepstack_features(

@@ -145,8 +145,7 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
             values = values * self._settings.rescale
         mean = np.array(self._settings.mean, np.float32)
         std = np.array(self._settings.std, np.float32)
-        table: np.ndarray = (values.astype(np.float32)[:, None] - mean) / std
-        return table
+        return (values.astype(np.float32)[:, None] - mean) / std
 
     def compute_layout(self, width: int, height: int) -> ImageLayout:
         return self._lay_out(*self.fit_image_size(width, height))

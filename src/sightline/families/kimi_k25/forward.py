@@ -27,8 +27,7 @@ class KimiK25Forward(VisionForward):
         return self.look_up(patches).unflatten(-1, (self._family.patch, self._family.patch))
 
     def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
-        features: Tensor = self._parts["model.mm_projector"](output.pooler_output).squeeze(1)
-        return features
+        return self._parts["model.mm_projector"](output.pooler_output).squeeze(1)
 
     def compute_tower_inputs(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
         sizes = torch.tensor(grids)

@@ -125,8 +125,7 @@ class KimiK25Family(PixelFamily[ProcessorSettings]):
         if self._settings.rescale is not None:
             scale = np.float32(1 / self._settings.rescale)
             mean, std = mean * scale, std * scale
-        table: np.ndarray = (np.arange(256, dtype=np.float32)[:, None] - mean) / std
-        return table
+        return (np.arange(256, dtype=np.float32)[:, None] - mean) / std
 
     def compute_layout(self, width: int, height: int) -> ImageLayout:
         new_height, new_width = fit_size(width, height, self._settings)

@@ -69,8 +69,7 @@ class CudaGraphDecoder:
     def find_rows(self, plan: StepPlan) -> Bool[np.ndarray, " rows"]:
         """Return which rows of the plan compute only their last sampled token."""
         is_sampled = plan.starts >= self.rows.prompt_length[plan.rows]
-        decodes: np.ndarray = (plan.counts == 1) & plan.samples & is_sampled
-        return decodes
+        return (plan.counts == 1) & plan.samples & is_sampled
 
     def put_tokens(self, rows: np.ndarray, tokens: Int64[Tensor, " rows"]) -> None:
         """Store the last sampled tokens of the rows."""

@@ -195,8 +195,7 @@ class KVCache:
         """Return the experts of a row's tokens. This waits for the device."""
         index = np.arange(start, stop)
         places = copy_to_device(self.find_places(np.full_like(index, row), index), self._device)
-        routes: np.ndarray = self._routes[0].flatten(0, 1)[places].cpu().numpy()
-        return routes
+        return self._routes[0].flatten(0, 1)[places].cpu().numpy()
 
     def find_places(self, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Return the positions of tokens in the flattened pages."""

@@ -260,8 +260,7 @@ class ModelRunner:
         if self.exact:
             temperature = torch.full((1, 1), number, device=self._device)
         logprobs = chosen_logprobs(self.forward, hidden, chosen, self._banned, temperature)
-        on_host: np.ndarray = logprobs.cpu().numpy()
-        return on_host
+        return logprobs.cpu().numpy()
 
     def step(self, plan: StepPlan, running: dict[int, TorchRequest]) -> list[Drawn]:
         """Compute the plan's tokens, and sample the next token of each row that is ready."""

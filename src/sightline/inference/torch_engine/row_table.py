@@ -134,8 +134,7 @@ class RowTable:
         """Store sampled tokens at `at`, and return which rows sampled a stop id."""
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs
-        hit: np.ndarray = (self.stops[rows] == tokens[:, None]).any(axis=1)
-        return hit
+        return (self.stops[rows] == tokens[:, None]).any(axis=1)
 
     def num_sampled(self, row: int) -> int:
         return int(self.length[row] - self.prompt_length[row])
@@ -182,8 +181,7 @@ class StepPlan:
 
     def last(self) -> np.ndarray:
         """Return the positions of the last tokens of the rows that sample."""
-        last: np.ndarray = (np.cumsum(self.counts) - 1)[self.samples]
-        return last
+        return (np.cumsum(self.counts) - 1)[self.samples]
 
 
 def build_step_plan(

@@ -37,8 +37,7 @@ class SamplingMetadata:
     @property
     def is_plain(self) -> Bool[np.ndarray, " rows"]:
         """Mask of the rows without filters."""
-        is_plain: np.ndarray = (self.top_k == 0) & (self.top_p >= 1) & (self.min_p == 0)
-        return is_plain
+        return (self.top_k == 0) & (self.top_p >= 1) & (self.min_p == 0)
 
     def select(self, rows: Int[np.ndarray, " chosen"]) -> SamplingMetadata:
         """Return the settings of some rows."""
@@ -55,8 +54,7 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
     """Apply the finalizer of splitmix64 to uint64 values."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed
+    return values ^ (values >> np.uint64(31))
 
 
 def draw_uniforms(
@@ -64,8 +62,7 @@ def draw_uniforms(
 ) -> Float64[np.ndarray, " rows"]:
     """Return numbers in [0, 1) that depend only on the mixed seed and the token index."""
     bits = splitmix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    drawn: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
-    return drawn
+    return (bits >> np.uint64(11)) * 2.0**-53
 
 
 def draw_samples(
