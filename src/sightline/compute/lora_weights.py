@@ -164,7 +164,6 @@ def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> N
 
 
 def _shape_error(name: str, found: Iterable[int], wanted: Iterable[int]) -> WeightsError:
-    return WeightsError(
-        f"an adapter's {name} has shape {tuple(found)}, the model's is {tuple(wanted)}",
-        "serve the checkpoint that the trainer trains",
-    )
+    problem = f"an adapter's {name} has shape {tuple(found)}, the model's is {tuple(wanted)}"
+    fix = "serve the checkpoint that the trainer trains"
+    return WeightsError(problem, fix)

@@ -233,10 +233,9 @@ def _map_device(memory: DeviceMemory) -> Flat:
     count = torch.cuda.device_count()
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
     if memory.uuid not in uuids:
-        raise WeightsError(
-            f"the trainer shares memory of GPU {memory.uuid}, which this process cannot see",
-            'make the GPU visible to it, or set [trainer] publish = "files"',
-        )
+        problem = f"the trainer shares memory of GPU {memory.uuid}, which this process cannot see"
+        fix = 'make the GPU visible to it, or set [trainer] publish = "files"'
+        raise WeightsError(problem, fix)
     torch.cuda.init()
     index, kind = uuids.index(memory.uuid), torch.UntypedStorage
     try:
@@ -245,10 +244,9 @@ def _map_device(memory: DeviceMemory) -> Flat:
             memory.counter_offset, memory.event, memory.needs_event,
         )  # fmt: skip
     except RuntimeError as error:
-        raise WeightsGone(
-            f"the memory that the trainer shares cannot be mapped: {error}",
-            'wait for the next version, or set [trainer] publish = "files"',
-        ) from error
+        problem = f"the memory that the trainer shares cannot be mapped: {error}"
+        fix = 'wait for the next version, or set [trainer] publish = "files"'
+        raise WeightsGone(problem, fix) from error
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
 
 
@@ -268,10 +266,9 @@ def _lock(handle: int, kind: int) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > until:
-                raise WeightsError(
-                    f"another process has held weights/{LOCK} for {LOCK_TIMEOUT_S:.0f} s",
-                    "end the process of the run that hangs, and resume the run",
-                ) from None
+                problem = f"another process has held weights/{LOCK} for {LOCK_TIMEOUT_S:.0f} s"
+                fix = "end the process of the run that hangs, and resume the run"
+                raise WeightsError(problem, fix) from None
             time.sleep(LOCK_POLL_S)
 
 

@@ -162,10 +162,9 @@ def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
         for file_tensors in pool.map(partial(_read, folder), manifest.files):
             tensors |= file_tensors
     if manifest.weights_digest and digest_weights(tensors) != manifest.weights_digest:
-        raise WeightsError(
-            f"the files of {folder} are intact, but are not the weights of their manifest",
-            "publish the version again. The engine keeps the weights it has",
-        )
+        problem = f"the files of {folder} are intact, but are not the weights of their manifest"
+        fix = "publish the version again. The engine keeps the weights it has"
+        raise WeightsError(problem, fix)
     return tensors
 
 
@@ -181,16 +180,14 @@ def _read(folder: Path, file: WeightFile) -> dict[str, Tensor]:
     try:
         return load(data)  # from the verified bytes, because the file may be removed
     except SafetensorError as error:
-        raise WeightsError(
-            f"{path} is not a safetensors file: {error}", "publish the version again"
-        ) from error
+        problem = f"{path} is not a safetensors file: {error}"
+        raise WeightsError(problem, "publish the version again") from error
 
 
 def _other_file_error(path: Path, what: str) -> WeightsError:
-    return WeightsError(
-        f"{path} does not match its manifest ({what})",
-        "publish the version again. The engine keeps the weights it has",
-    )
+    problem = f"{path} does not match its manifest ({what})"
+    fix = "publish the version again. The engine keeps the weights it has"
+    return WeightsError(problem, fix)
 
 
 def check_parameters(own: NamedTensors, tensors: NamedTensors) -> None:

@@ -102,9 +102,8 @@ class ExpertRouting:
         if self._given is None or not self._replays:
             return own
         if (given := self._given[:, layer]).shape != own.shape:
-            raise Misaligned(
-                f"routes of {len(given)} tokens for {len(own)} tokens", "report this with the batch"
-            )
+            problem = f"routes of {len(given)} tokens for {len(own)} tokens"
+            raise Misaligned(problem, "report this with the batch")
         return torch.where(given == self.no_route, own, given.to(own.dtype))
 
     def get_routes(self) -> Routes:

@@ -220,9 +220,8 @@ class Family(ABC):
             )
 
     def _refuse_videos(self, *_: object) -> NoReturn:
-        raise MediaRefused(
-            f"a video cannot be shown: {self.video_refusal}", "send some of its frames as images"
-        )
+        problem = f"a video cannot be shown: {self.video_refusal}"
+        raise MediaRefused(problem, "send some of its frames as images")
 
     def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
         """Return uint8 patches (num_patches, values per patch) of an image from `store.image`."""
@@ -355,9 +354,8 @@ class ServingSpec:
         With `takes_updates`, a trainer will publish weights to the engine.
         """
         if (kind := read_json(folder / "config.json").get("model_type")) in self.UNTESTED_TYPES:
-            raise FamilyError(
-                f"serving {kind} with vLLM is untested", 'set [inference] engine = "torch"'
-            )
+            problem = f"serving {kind} with vLLM is untested"
+            raise FamilyError(problem, 'set [inference] engine = "torch"')
 
     def check_cpu(self, family: Any, dtype: str) -> None:
         """Raise FamilyError for a checkpoint that the engine cannot serve on a CPU in `dtype`."""

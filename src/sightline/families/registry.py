@@ -118,10 +118,9 @@ def _refuse_broken(path: Path) -> Iterator[None]:
     except SightlineError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FamilyError(
-            f"{path} cannot be loaded: {type(error).__name__}: {error}",
-            "copy config.json and preprocessor_config.json again from the checkpoint",
-        ) from error
+        problem = f"{path} cannot be loaded: {type(error).__name__}: {error}"
+        fix = "copy config.json and preprocessor_config.json again from the checkpoint"
+        raise FamilyError(problem, fix) from error
 
 
 def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> Family:
@@ -135,10 +134,9 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
         family = cast(Family, _get_folder(path).load_family(path, overrides))
         family.position_limit = find_position_limit(read_config(path))
     if exact and family.model_class:
-        raise ConfigError(
-            f"[model] exact is not supported by the generic family {family.name!r}",
-            "choose a checkpoint with a native family (docs/models.md), or remove exact",
-        )
+        problem = f"[model] exact is not supported by the generic family {family.name!r}"
+        fix = "choose a checkpoint with a native family (docs/models.md), or remove exact"
+        raise ConfigError(problem, fix)
     if exact and family.packing.carries_state:
         problem = f"[model] exact is not supported for this model: {family.packing.reason}"
         raise ConfigError(problem, "choose a model without recurrent layers, or remove exact")

@@ -111,9 +111,8 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
         read = self.read_messages(messages)
         for i, message in enumerate(read[1:], start=1):
             if message.role == "system":
-                raise MessageError.at(
-                    f"messages[{i}].role", "the system message is not the first", "put it first"
-                )
+                problem = "the system message is not the first"
+                raise MessageError.at(f"messages[{i}].role", problem, "put it first")
         return read
 
     def read_messages(self, messages: Messages) -> list[Message]:
@@ -245,13 +244,11 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
         if message.reasoning is not None and not self.takes_reasoning:
             raise MessageError.at(f"{path}.reasoning", self.reasoning_refusal, "remove it")
         if message.reasoning is not None and message.role != "assistant":
-            raise MessageError.at(
-                f"{path}.reasoning", f"role {message.role!r} cannot have reasoning", "remove it"
-            )
+            problem = f"role {message.role!r} cannot have reasoning"
+            raise MessageError.at(f"{path}.reasoning", problem, "remove it")
         if message.tool_calls and message.role != "assistant":
-            raise MessageError.at(
-                f"{path}.tool_calls", f"role {message.role!r} cannot call tools", "remove them"
-            )
+            problem = f"role {message.role!r} cannot call tools"
+            raise MessageError.at(f"{path}.tool_calls", problem, "remove them")
         if not self.takes_tools and (message.tool_calls or message.role == "tool"):
             raise MessageError.at(
                 f"{path}.{'tool_calls' if message.tool_calls else 'role'}",

@@ -82,10 +82,9 @@ def choose_format(
         if renderer.video_mark and not renderer.video_refusal:
             renderer.video_refusal = _find_video_difference(renderer, template) or ""
         return renderer
-    raise FamilyError(
-        f"{path}: the chat template is not one of this family's. " + " ".join(differences),
-        "use the chat template that was published with the checkpoint",
-    )
+    problem = f"{path}: the chat template is not one of this family's. " + " ".join(differences)
+    fix = "use the chat template that was published with the checkpoint"
+    raise FamilyError(problem, fix)
 
 
 def build_examples(renderer: BaseRenderer) -> Iterator[Example]:

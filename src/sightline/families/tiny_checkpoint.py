@@ -168,9 +168,8 @@ def _read_tokenizer(folder: Path, needed: Sequence[str]) -> Tokenizer:
         raise FamilyError(f"{folder} has no tokenizer.json", "name a folder with the file")
     tokenizer = Tokenizer.from_file(str(file))
     if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
-        raise FamilyError(
-            f"{file} has no token {missing[0]}", "take the tokenizer of a model of this family"
-        )
+        problem = f"{file} has no token {missing[0]}"
+        raise FamilyError(problem, "take the tokenizer of a model of this family")
     return tokenizer
 
 

@@ -185,9 +185,8 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         numbers, seconds, seconds_per_frame = self._sample(video)
         refs, num = video.refs, len(numbers)
         if len({(ref.width, ref.height) for ref in refs}) > 1:
-            raise MediaRefused(
-                "the images of a video have different sizes", "resize them to the size of the first"
-            )
+            problem = "the images of a video have different sizes"
+            raise MediaRefused(problem, "resize them to the size of the first")
         grid = self._lay_out_frames(refs[0].width, refs[0].height, num).grid
         pairs = (pair_frames(values, self.temporal) for values in (numbers, seconds))
         steps = []

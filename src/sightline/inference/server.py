@@ -97,11 +97,9 @@ class ServerLease:
     def _refusal(self, run: str) -> EngineError:
         requester = f"run {run}" if run else "a manifest without a run"
         if not self.holder:
-            return build_engine_error(
-                "leased",
-                f"{requester} has no lease of this server",
-                "POST its id to /sightline/v1/lease first, and renew it before it expires",
-            )
+            problem = f"{requester} has no lease of this server"
+            fix = "POST its id to /sightline/v1/lease first, and renew it before it expires"
+            return build_engine_error("leased", problem, fix)
         left_s = math.ceil(self.until - time.monotonic())
         return build_engine_error(
             "leased",
@@ -253,9 +251,8 @@ class InferenceServer:
         try:
             since = float(text)
         except ValueError:
-            raise build_engine_error(
-                "schema", f"since: {text!r}", "send seconds since 1970"
-            ) from None
+            problem = f"since: {text!r}"
+            raise build_engine_error("schema", problem, "send seconds since 1970") from None
         return json_response(self.engine.stats(since))
 
     async def _health(self, http: Request) -> Response:

@@ -71,11 +71,9 @@ class RequestValidator:
             problem = f"request_id: {len(request.request_id)} characters"
             raise build_engine_error("schema", problem, f"send at most {MAX_NAME_CHARS}")
         if request.model is not None and request.model not in self.models:
-            raise build_engine_error(
-                "model",
-                f"model: {request.model[:MAX_NAME_CHARS]!r} is not served here",
-                f"leave it out, or send one of: {', '.join(sorted(self.models))}",
-            )
+            problem = f"model: {request.model[:MAX_NAME_CHARS]!r} is not served here"
+            fix = f"leave it out, or send one of: {', '.join(sorted(self.models))}"
+            raise build_engine_error("model", problem, fix)
         prompt = self._check_tokens(request.token_ids, request.sampling_params)
         self._check_sampling(request.sampling_params)
         slots, keys = self._check_slots(request)
@@ -98,9 +96,8 @@ class RequestValidator:
         if not token_ids:
             raise build_engine_error("token_ids", "token_ids: empty", "send one token or more")
         if params.max_tokens < 1:
-            raise build_engine_error(
-                "sampling", f"sampling_params.max_tokens: {params.max_tokens}", "ask for 1 or more"
-            )
+            problem = f"sampling_params.max_tokens: {params.max_tokens}"
+            raise build_engine_error("sampling", problem, "ask for 1 or more")
         if len(token_ids) + params.max_tokens > self.max_model_len:
             raise build_engine_error(
                 "too_long",
@@ -123,9 +120,8 @@ class RequestValidator:
 
     def _check_sampling(self, params: SamplingParams) -> None:
         for name, allowed in _find_faults(params, self.vocab_size):
-            raise build_engine_error(
-                "sampling", f"sampling_params.{name}: {getattr(params, name)!r}", f"send {allowed}"
-            )
+            problem = f"sampling_params.{name}: {getattr(params, name)!r}"
+            raise build_engine_error("sampling", problem, f"send {allowed}")
 
     def _check_slots(self, request: GenerateRequest) -> tuple[list[Slot], list[str]]:
         if request.features is None:

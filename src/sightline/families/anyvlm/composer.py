@@ -150,11 +150,9 @@ class TemplateComposer(MessageRenderer):
         split = self.reasoning_format.cut_content if self.reasoning_format else str
         pieces = restore_texts(cut, contents, text, (*FORMS, split))
         if pieces is None:
-            raise MessageError.at(
-                "messages",
-                "the chat template changes texts in an unknown way",
-                "send texts without whitespace at their ends, and reasoning as reasoning_content",
-            )
+            problem = "the chat template changes texts in an unknown way"
+            fix = "send texts without whitespace at their ends, and reasoning as reasoning_content"
+            raise MessageError.at("messages", problem, fix)
         edges = list(accumulate((len(text) for text, _ in pieces), initial=0))
         image_ends = [
             edges[i] + match.end()
@@ -208,11 +206,9 @@ class TemplateComposer(MessageRenderer):
     def _refuse_dropped(self, counts: list[int], numbers: list[int]) -> None:
         number = next((n for n in range(counts[-1]) if numbers.count(n) != 1), 0)
         i = next(i for i in range(len(counts) - 1) if counts[i] <= number < counts[i + 1])
-        raise MessageError.at(
-            f"messages[{i}].content",
-            "the chat template drops, repeats or moves this text",
-            "send content that the template writes",
-        )
+        problem = "the chat template drops, repeats or moves this text"
+        fix = "send content that the template writes"
+        raise MessageError.at(f"messages[{i}].content", problem, fix)
 
     def _find_end(
         self, marked: list[dict[str, Any]], tools: Tools | None, cut: list[str], edges: list[int]

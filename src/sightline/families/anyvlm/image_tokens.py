@@ -182,10 +182,9 @@ class ImageTokens:
         for rule, settings in find_candidates(self.processor):
             expansions = self._learn(rule, settings, findings.pad)
             if not expansions:
-                raise FamilyError(
-                    f"its processor refuses every image that was tried: {self._refusal}",
-                    "fix the settings in preprocessor_config.json and processor_config.json",
-                )
+                problem = f"its processor refuses every image that was tried: {self._refusal}"
+                fix = "fix the settings in preprocessor_config.json and processor_config.json"
+                raise FamilyError(problem, fix)
             candidate = msgspec.structs.replace(
                 findings,
                 rule=rule,

@@ -72,9 +72,8 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         pairs = [line.split() for line in read_bytes(file).splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except ValueError as error:
-        raise FamilyError(
-            f"{file} is not a file of BPE ranks: {error}", "download it again"
-        ) from error
+        problem = f"{file} is not a file of BPE ranks: {error}"
+        raise FamilyError(problem, "download it again") from error
     is_gapless = sorted(ranks.values()) == list(range(len(pairs)))
     if not is_gapless or any(bytes([value]) not in ranks for value in range(256)):
         raise FamilyError(f"{file} has gaps among its {len(pairs)} ranks", "download it again")

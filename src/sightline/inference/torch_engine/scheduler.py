@@ -136,11 +136,9 @@ class Scheduler:
             if not self._evict():
                 if holding:
                     return False
-                raise build_engine_error(
-                    "engine",
-                    f"the KV cache has no room for a sequence of {lengths[0]} tokens",
-                    "raise [inference] gpu_memory_utilization, or lower max_tokens",
-                )
+                problem = f"the KV cache has no room for a sequence of {lengths[0]} tokens"
+                fix = "raise [inference] gpu_memory_utilization, or lower max_tokens"
+                raise build_engine_error("engine", problem, fix)
         return True
 
     def _evict(self) -> bool:

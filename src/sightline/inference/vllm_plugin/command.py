@@ -106,10 +106,9 @@ def build_extra_options(args: Mapping[str, Any], words: Sequence[str]) -> list[s
     for name, value in args.items():
         option = f"--{name.replace('_', '-').lstrip('-')}"
         if option in words or f"--no-{option[2:]}" in words:
-            raise ConfigError(
-                f"[inference] engine_args has {name}, but Sightline sets {option}",
-                "remove it, and look for a setting of [inference] or [model] instead",
-            )
+            problem = f"[inference] engine_args has {name}, but Sightline sets {option}"
+            fix = "remove it, and look for a setting of [inference] or [model] instead"
+            raise ConfigError(problem, fix)
         if isinstance(value, bool):
             extra.append(option if value else f"--no-{option[2:]}")
         else:

@@ -231,24 +231,18 @@ class VllmEngine(Engine):
 
     def _check_request(self, request: VllmRequest) -> None:
         if request.params.prompt_logprobs is not None:
-            raise build_engine_error(
-                "sampling",
-                "sampling_params.prompt_logprobs: vLLM does not mask banned ids in prompts",
-                "leave it out, or score with the embedded engine",
-            )
+            problem = "sampling_params.prompt_logprobs: vLLM does not mask banned ids in prompts"
+            fix = "leave it out, or score with the embedded engine"
+            raise build_engine_error("sampling", problem, fix)
         if request.params.routes_from is not None:
-            raise build_engine_error(
-                "sampling",
-                "sampling_params.routes_from: routes from vLLM are not implemented",
-                "leave it out, or use the embedded engine",
-            )
+            problem = "sampling_params.routes_from: routes from vLLM are not implemented"
+            fix = "leave it out, or use the embedded engine"
+            raise build_engine_error("sampling", problem, fix)
         temperature = request.params.temperature
         if temperature and not symbols.MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-            raise build_engine_error(
-                "sampling",
-                f"sampling_params.temperature: {temperature} is outside vLLM's bounds",
-                f"send 0, or {symbols.MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
-            )
+            problem = f"sampling_params.temperature: {temperature} is outside vLLM's bounds"
+            fix = f"send 0, or {symbols.MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+            raise build_engine_error("sampling", problem, fix)
         place = f"features.mm_placeholders.{self._items.family.modality}"
         for i, slot in enumerate(request.slots):
             if slot.length > self._max_image_tokens:
