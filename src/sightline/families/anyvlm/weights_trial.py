@@ -196,13 +196,10 @@ class WeightsTrial:
     ) -> Tensor:
         """Return the whole model's `last` logits, or all, for the inputs from its own processor."""
         processor, model = load_processor(self._family.path), self._forward.model
+        template = AnyVLMRenderer.find_template(self._family.path)
         talk = [{"role": m.role, "content": to_template_parts(m, images)} for m in messages]
-        _, inputs = apply_template(
-            processor,
-            AnyVLMRenderer.find_template(self._family.path),
-            talk,
-            return_tensors="pt" if uses_torchvision(processor) else "np",
-        )
+        kind = "pt" if uses_torchvision(processor) else "np"
+        _, inputs = apply_template(processor, template, talk, return_tensors=kind)
         if inputs["input_ids"][0].tolist() != token_ids:
             raise FamilyError(
                 f"{self._family.path}: the weights trial failed: the processor writes other tokens "
@@ -235,14 +232,8 @@ class WeightsTrial:
                     if row.features is not None
                 ]
             )
-        hidden = self._forward.hidden(
-            torch.from_numpy(token_ids).to(device)[None],
-            torch.from_numpy(along).to(device)[:, None],
-            features,
-            torch.from_numpy(places).to(device),
-            pattern,
-        )
-        return hidden[0]
+        ids, axes, at = (torch.from_numpy(x).to(device) for x in (token_ids, along, places))
+        return self._forward.hidden(ids[None], axes[:, None], features, at, pattern)[0]
 
 
 def _find_places(parts: list[PackRow]) -> Iterator[np.ndarray]:

@@ -213,11 +213,9 @@ class Glm46V(BaseRenderer):
 
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
         reasoning, rest = self._split_reasoning(ids)
+        marks = (self._call_start, self._call_end)
         content, calls, malformed = parse_calls(
-            rest,
-            (self._call_start, self._call_end),
-            self._tokenizer,
-            lambda inner: self._parse_call(inner, tools),
+            rest, marks, self._tokenizer, lambda inner: self._parse_call(inner, tools)
         )
         return ParsedCompletion(content.strip(), reasoning, calls, malformed)
 

@@ -63,11 +63,13 @@ def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorS
         max_patches_per_side=int(side or default.max_patches_per_side),
         **read_pixel_settings(raw, default, path),
     )
-    _check_settings(settings, raw, path)
-    return _apply_overrides(settings, overrides)
-
-
-def _apply_overrides(settings: ProcessorSettings, overrides: dict[str, int]) -> ProcessorSettings:
+    if raw.get("fixed_output_tokens") is not None:
+        fix = "set it to null, so that the number of tokens depends on the image size"
+        raise FamilyError(f"{path}: preprocessor_config.json sets fixed_output_tokens", fix)
+    is_positive = min(settings.patch, settings.merge, settings.max_patches) > 0
+    if not is_positive or settings.max_patches_per_side % settings.merge:
+        fix = "use positive numbers, and a limit of patches per side that is a multiple of merge"
+        raise FamilyError(f"{path}: invalid processor settings {settings}", fix)
     for key in overrides.keys() - {"max_pixels"}:
         why = "Kimi never enlarges images" if key == "min_pixels" else "it is unknown"
         raise FamilyError(f"[model] {key} cannot be set: {why}", "use max_pixels, or none")
@@ -76,16 +78,6 @@ def _apply_overrides(settings: ProcessorSettings, overrides: dict[str, int]) -> 
         problem = f"[model] max_pixels = {settings.max_pixels} is less than one visual token"
         raise FamilyError(problem, f"set max_pixels to {settings.factor**2} or more")
     return settings
-
-
-def _check_settings(settings: ProcessorSettings, raw: dict[str, Any], path: Path) -> None:
-    if raw.get("fixed_output_tokens") is not None:
-        fix = "set it to null, so that the number of tokens depends on the image size"
-        raise FamilyError(f"{path}: preprocessor_config.json sets fixed_output_tokens", fix)
-    is_positive = min(settings.patch, settings.merge, settings.max_patches) > 0
-    if not is_positive or settings.max_patches_per_side % settings.merge:
-        fix = "use positive numbers, and a limit of patches per side that is a multiple of merge"
-        raise FamilyError(f"{path}: invalid processor settings {settings}", fix)
 
 
 class KimiK25Family(PixelFamily[ProcessorSettings]):
@@ -106,15 +98,12 @@ class KimiK25Family(PixelFamily[ProcessorSettings]):
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> KimiK25Family:
         config = read_json(path / "config.json")
-        if config.get("vision_config") is None:
+        vision = config.get("vision_config")
+        if vision is None:
             raise FamilyError(f"{path} has no vision tower", "use a vision-language checkpoint")
         settings = read_processor_settings(path, overrides)
-        check_vision_config(
-            config["vision_config"],
-            path,
-            patch_size=settings.patch,
-            merge_kernel_size=settings.merge,
-        )
+        sizes = {"patch_size": settings.patch, "merge_kernel_size": settings.merge}
+        check_vision_config(vision, path, **sizes)
         pad = config.get("image_token_id", config.get("media_placeholder_token_id"))
         return cls(settings, () if pad is None else (int(pad),))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -204,38 +205,27 @@ class KVCache:
 
     def build_pattern(self, plan: StepPlan) -> PagedPattern | ExactPagedPattern:
         self.reserve(plan)
-        places = copy_to_device(self.find_places(*plan.flat()), self._device)
+        copy = partial(copy_to_device, device=self._device)
+        places = copy(self.find_places(*plan.flat()))
         if self.exact:
             return ExactPagedPattern(self, places, plan)
-        is_single = plan.counts == 1
-        offsets = plan.offsets
+        is_single, offsets = plan.counts == 1, plan.offsets
         singles = chunks = None
         if is_single.any():
             part = plan.select(np.flatnonzero(is_single))
             width = -(-int(part.ends.max()) // BLOCK_SIZE)
             block_tables = np.ascontiguousarray(self.block_tables[part.rows, :width])
-            singles = _Singles(
-                copy_to_device(offsets[is_single], self._device),
-                copy_to_device(block_tables, self._device),
-                copy_to_device(part.ends, self._device),
-            )
+            singles = _Singles(copy(offsets[is_single]), copy(block_tables), copy(part.ends))
         if not is_single.all():
             part = plan.select(np.flatnonzero(~is_single))
             queries = np.arange(part.num_tokens)
             queries += np.repeat(offsets[~is_single] - part.offsets, part.counts)
-            ends, seen = part.ends, StepPlan(part.rows, 0 * part.starts, part.ends, part.samples)
-            chunks = _Chunks(
-                copy_to_device(queries, self._device),
-                copy_to_device(self.find_places(*seen.flat()), self._device),
-                part.counts.tolist(),
-                ends.tolist(),
-                self._bounds(part.counts),
-                self._bounds(ends),
-            )
+            seen = StepPlan(part.rows, 0 * part.starts, part.ends, part.samples)
+            keys, num = copy(self.find_places(*seen.flat())), (part.counts, part.ends)
+            query_ends, key_ends = (copy(np.cumsum([0, *n]).astype(np.int32)) for n in num)
+            lengths = part.counts.tolist(), part.ends.tolist()
+            chunks = _Chunks(copy(queries), keys, *lengths, query_ends, key_ends)
         return PagedPattern(self, places, singles, chunks)
-
-    def _bounds(self, lengths: np.ndarray) -> Bounds:
-        return copy_to_device(np.cumsum([0, *lengths]).astype(np.int32), self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,15 +259,10 @@ class _Chunks:
         scaling: float,
     ) -> Float[Tensor, "queries heads value_width"]:
         if is_supported(q):
-            longest = max(self.num_queries), max(self.num_keys)
-            wide = pad_values(v, k)
-            out = attend_varlen(
-                q, k, wide, scaling, self.query_ends, longest[0], True, self.key_ends, longest[1]
-            )
-            return out[..., : v.shape[-1]]
-        rows = zip(
-            q.split(self.num_queries), k.split(self.num_keys), v.split(self.num_keys), strict=True
-        )
+            ends = self.query_ends, max(self.num_queries), True, self.key_ends, max(self.num_keys)
+            return attend_varlen(q, k, pad_values(v, k), scaling, *ends)[..., : v.shape[-1]]
+        keys = k.split(self.num_keys), v.split(self.num_keys)
+        rows = zip(q.split(self.num_queries), *keys, strict=True)
         return torch.cat([_attend_row(*row, scaling) for row in rows])
 
 
@@ -307,10 +292,8 @@ class PagedPattern:
         flat_values.index_copy_(0, self.places, run_v)
         out = run_q.new_empty(*run_q.shape[:2], v.shape[-1])
         if (singles := self.singles) is not None:
-            queries = run_q[singles.places]
-            attended = attend_pages(
-                queries, keys, values, singles.block_tables, singles.seq_lens, scaling
-            )
+            queries, tables = run_q[singles.places], singles.block_tables
+            attended = attend_pages(queries, keys, values, tables, singles.seq_lens, scaling)
             out.index_copy_(0, singles.places, attended)
         if (chunks := self.chunks) is not None:
             seen = flat_keys[chunks.keys], flat_values[chunks.keys]

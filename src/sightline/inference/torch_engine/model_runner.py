@@ -131,15 +131,10 @@ class ModelRunner:
         features, places = self._gather_features(plan, running)
         self._pick_kernels(plan.num_tokens)
         row, index = plan.flat()
-        token_ids = self._copy(self.rows.tokens[row, index].astype(np.int64))
-        positions = self._copy(self.rows.positions[:, row, index].astype(np.int64))
-        hidden = self.forward.hidden(
-            token_ids.view(num_rows, -1),
-            positions.unflatten(1, (num_rows, -1)),
-            features,
-            places,
-            pattern,
-        )
+        tokens = self._copy(self.rows.tokens[row, index].astype(np.int64)).view(num_rows, -1)
+        along = self._copy(self.rows.positions[:, row, index].astype(np.int64))
+        positions = along.unflatten(1, (num_rows, -1))
+        hidden = self.forward.hidden(tokens, positions, features, places, pattern)
         if self.routing is not None:
             self.kv.put_routes(plan, self.routing.get_routes())
         return hidden.flatten(0, 1)
@@ -282,15 +277,10 @@ class ModelRunner:
     def _draw(self, rows: np.ndarray, logits: Logits) -> Drawn:
         """Sample the next token of each of `rows`, and start copying it to the host."""
         table = self.rows
-        settings = sampling.SamplingMetadata(
-            temperature=table.temperature[rows],
-            top_k=table.top_k[rows],
-            top_p=table.top_p[rows],
-            min_p=table.min_p[rows],
-            uniform=sampling.draw_uniforms(
-                table.seed[rows], table.length[rows] - table.prompt_length[rows]
-            ),
-        )
+        num_sampled = table.length[rows] - table.prompt_length[rows]
+        uniform = sampling.draw_uniforms(table.seed[rows], num_sampled)
+        limits = table.top_k[rows], table.top_p[rows], table.min_p[rows]
+        settings = sampling.SamplingMetadata(table.temperature[rows], *limits, uniform)
         drawn = sampling.draw_samples(logits, self._banned, settings, self.exact)
         if self.decoder is None:
             return Drawn(rows, drawn.cpu(), None)
@@ -332,9 +322,8 @@ class WholeRowRunner(ModelRunner):
         for part in group_rows(plan.ends):
             picked = plan.select(part)
             whole = replace(picked, starts=np.zeros_like(picked.starts), counts=picked.ends)
-            hidden = self._forward(
-                whole, running, PackedPattern(whole.counts.tolist(), self._device)
-            )
+            pattern = PackedPattern(whole.counts.tolist(), self._device)
+            hidden = self._forward(whole, running, pattern)
             new_tokens = _find_tokens(whole.offsets + picked.starts, picked.counts)
             done.append(hidden[self._copy(new_tokens)])
             places.append(_find_tokens(plan.offsets[part], picked.counts))

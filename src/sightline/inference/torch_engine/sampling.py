@@ -9,7 +9,7 @@ seeded request therefore draws the same tokens in any batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingMetadata:
+class SamplingMetadata(NamedTuple):
     """Sampling settings of the rows that sample."""
 
     temperature: Float[np.ndarray, " rows"]
@@ -41,13 +40,7 @@ class SamplingMetadata:
 
     def select(self, rows: Int[np.ndarray, " chosen"]) -> SamplingMetadata:
         """Return the settings of some rows."""
-        return SamplingMetadata(
-            self.temperature[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            self.uniform[rows],
-        )
+        return SamplingMetadata(*(values[rows] for values in self))
 
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
