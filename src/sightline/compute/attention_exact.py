@@ -45,7 +45,6 @@ def without_onednn() -> Iterator[None]:
 
 
 def count_queries(heads: int, kv_heads: int, device: torch.device) -> int:
-    """Return the number of queries in a tile."""
     return max(1, TILE_ROWS[device.type] // (heads // kv_heads))
 
 
@@ -91,7 +90,6 @@ def build_tiles(
 def attend_run(
     q: TokenQueries, keys: KeyPages, values: ValuePages, tiles: Tiles, scaling: float
 ) -> Float[Tensor, "tokens heads value_width"]:
-    """Return the attention output of a run's tokens."""
     outputs, at_once = [], max(1, QUERIES_AT_ONCE // tiles.queries.shape[1])
     for at in range(0, len(tiles.queries), at_once):
         part = slice(at, at + at_once)

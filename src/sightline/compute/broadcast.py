@@ -44,8 +44,6 @@ class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Broadcaster(HostCopy, WeightPublisher):
-    """Rank 0's side of the transport."""
-
     def __init__(self, root: Path, host: str, receivers: int = 1) -> None:
         super().__init__()
         self._root, self._receivers = root, receivers

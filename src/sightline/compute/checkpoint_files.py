@@ -92,7 +92,6 @@ class LocalPart(NamedTuple):
     """Shape of the full tensor."""
 
     def select_columns(self, rows: Tensor) -> Tensor:
-        """Return the part's columns of whole rows."""
         if self.part.ndim < 2 or self.part.shape[1] == self.shape[1]:
             return rows
         return rows[:, self.column : self.column + self.part.shape[1]]

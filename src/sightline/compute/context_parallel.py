@@ -42,7 +42,6 @@ class ContextPattern:
 
 
 def divide(num_tokens: int, size: int) -> list[tuple[int, int]]:
-    """Return the bounds of each rank's tokens."""
     ends = [num_tokens * rank // size for rank in range(size + 1)]
     return list(zip(ends, ends[1:], strict=False))
 

@@ -84,8 +84,6 @@ class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SharedWeights(WeightPublisher):
-    """Rank 0's side of the transport."""
-
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self._root = root

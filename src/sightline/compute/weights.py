@@ -130,7 +130,6 @@ class StorePublisher(FilesPublisher):
 def _split_into_files(
     tensors: NamedTensors, stem: str, max_file_bytes: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Split tensors into files by name."""
     shares = split_by_size(tensors, max_file_bytes)
     if len(shares) == 1:
         return {f"{stem}.safetensors": shares[0]}

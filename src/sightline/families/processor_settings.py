@@ -107,7 +107,6 @@ def compute_fingerprint(description: dict[str, Any]) -> str:
 
 
 def read_processor_config(path: Path) -> dict[str, Any]:
-    """Return the image processor settings of a checkpoint folder."""
     raw = _read_section(path, "image_processor", "preprocessor_config.json")
     if raw is None:
         raise FamilyError(f"{path} has no preprocessor_config.json", "copy it from the checkpoint")

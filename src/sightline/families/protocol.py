@@ -71,7 +71,6 @@ class Packing:
 
     @property
     def description(self) -> str:
-        """The packing and its reason, in one sentence."""
         words = {
             "tree": "trees (a prefix that samples share is computed once)",
             "flat": "flat (several sequences in one row, each with its own prefix)",

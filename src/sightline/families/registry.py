@@ -70,7 +70,6 @@ def get_default_family() -> str:
 
 
 def _import_family_file(name: str, file: str) -> ModuleType:
-    """Import a family's file that only some processes need."""
     return importlib.import_module(f"{_find_modules()[name]}.{file}")
 
 

@@ -385,7 +385,6 @@ class BaseRenderer(MessageRenderer):
         return emitter.bridged()
 
     def emit_content(self, emitter: Emitter, context: RenderContext, i: int) -> None:
-        """Emit the texts, images and videos of message `i`."""
         for part in self.get_parts(context.messages[i]):
             if isinstance(part, ImagePart):
                 self.emit_image(emitter, self._family.item(part.ref))

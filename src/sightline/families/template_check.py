@@ -209,7 +209,6 @@ def find_split(
 
 
 def _to_template_message(message: Message, lists_tool_content: bool) -> dict[str, Any]:
-    """Convert the message to a chat template argument."""
     form: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.refs or (lists_tool_content and message.role == "tool"):
         form["content"] = [

@@ -176,7 +176,6 @@ def _read_tokenizer(folder: Path, needed: Sequence[str]) -> Tokenizer:
 def _read_settings(
     sizes: Mapping[str, Mapping[str, Any]], size: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the architecture settings for this size, with `options` applied."""
     if size not in sizes:
         raise FamilyError(f"no size {size!r}", f"use one of {', '.join(sizes)}")
     for key in options.keys() - sizes["tiny"].keys():
@@ -188,7 +187,6 @@ def _read_settings(
 def _build_files(
     family: Path, settings: Mapping[str, Any], tokenizer: Tokenizer
 ) -> dict[str, dict[str, Any]]:
-    """Return the JSON files of a checkpoint, by name."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     added = tokenizer.get_added_tokens_decoder()
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}

@@ -27,8 +27,6 @@ from sightline.families.rope import pin_frequencies
 
 
 class TextForward:
-    """A text-only model."""
-
     def __init__(self, model: Any, text: Any) -> None:
         self.model: nn.Module = model
         self._text = text

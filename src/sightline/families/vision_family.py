@@ -91,8 +91,6 @@ _refuse_images: Any = _refuse_media  # untyped, to override any method
 
 
 class TextOnlyFamily(Family):
-    """The family of a text-only checkpoint."""
-
     shows_media = False
     video_refusal = "this checkpoint has no vision tower"
 

@@ -67,7 +67,6 @@ class ServerComponents:
         return materializer
 
     def build_server(self, engine: Engine) -> InferenceServer:
-        """Return the HTTP server in front of `engine`."""
         spec, family, renderer = self.spec, self.family, self.renderer
         path, max_model_len = spec.model_path, spec.inference.max_model_len
         validator = RequestValidator(

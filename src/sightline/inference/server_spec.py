@@ -93,7 +93,6 @@ class ServerSpec(ConfigSection):
         return ServerSpec.of(**{**flat.pop("model"), **flat.pop("inference"), **flat, **values})
 
     def open_store(self) -> MediaStore:
-        """Open the store that holds the images of requests."""
         return open_store(
             self.media_roots[0],
             self.media_roots[1:],

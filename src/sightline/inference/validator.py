@@ -35,8 +35,6 @@ _ERROR_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `
 
 @dataclass(slots=True, eq=False)
 class ValidatedRequest:
-    """A request that has passed validation."""
-
     prompt: np.ndarray
     """int32 (tokens,)."""
     slots: list[Slot]

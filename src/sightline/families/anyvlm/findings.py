@@ -44,7 +44,6 @@ class RowArray(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes per row."""
         return 0 if self.is_ones else math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -135,7 +134,6 @@ def digest_sources(path: Path) -> str:
 
 
 def find_version(package: str) -> str:
-    """Return the installed version of a package, or an empty string."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

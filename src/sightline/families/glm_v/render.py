@@ -103,7 +103,6 @@ class Glm46V(BaseRenderer):
         return 0
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
-        """Return the index of the last user message."""
         return max((i for i, m in enumerate(messages) if m.role == "user"), default=-1)
 
     def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
@@ -259,7 +258,6 @@ FORMATS = (Glm46V, Glm45V)
 
 
 def load_renderer(path: Path, family: GlmVFamily, resolver: ImageResolver) -> Glm46V:
-    """Load the renderer of a folder. Raise FamilyError if its chat template is unknown."""
     return choose_format(path, FORMATS, family, resolver, thinking=read_thinking(path))
 
 
@@ -268,7 +266,6 @@ def _spell(value: Any) -> str:
 
 
 def _split(ids: list[int], marks: Sequence[int]) -> list[list[int]]:
-    """Split ids at marks."""
     pieces: list[list[int]] = [[]]
     for token in ids:
         if token in marks:

@@ -92,7 +92,6 @@ class GlmVFamily(VideoFamily[VideoSettings]):
         return [*once, once[-1]] if len(once) % 2 else once
 
     def tell_time(self, seconds: Sequence[float]) -> float:
-        """Return the time of the first frame."""
         return seconds[0]
 
     def spell_time(self, seconds: float) -> str:

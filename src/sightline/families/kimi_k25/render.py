@@ -81,7 +81,6 @@ class KimiK25Renderer(BaseRenderer):
         emitter.special(self._im_middle)
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
-        """Return the index of the last answer without tool calls."""
         answers = (i for i, m in enumerate(messages) if m.role == "assistant" and not m.tool_calls)
         return max(answers, default=-1)
 

@@ -92,6 +92,5 @@ def _open_turn(role: str) -> str:
 
 
 def load_renderer(path: Path, family: Family, resolver: ImageResolver) -> Llama3:
-    """Load the renderer of a folder. Raise FamilyError if its chat template is unknown."""
     formats: tuple[type[Llama3], ...] = (Llama31, Llama3)
     return choose_format(path, formats, family, resolver)

@@ -224,6 +224,5 @@ FORMATS: dict[str, tuple[type[QwenRenderer], ...]] = {
 
 
 def load_renderer(path: Path, family: Family, resolver: ImageResolver) -> QwenRenderer:
-    """Load the renderer of a folder. Raise FamilyError if its chat template is unknown."""
     formats = FORMATS[read_json(path / "config.json")["model_type"]]
     return choose_format(path, formats, family, resolver)

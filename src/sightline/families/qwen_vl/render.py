@@ -34,8 +34,6 @@ _MEDIA_MARKS = (
 
 
 class QwenRenderer(BaseRenderer):
-    """A renderer of one of Qwen's chat formats."""
-
     default_system: ClassVar[str | None] = None
     """The system message for conversations without one."""
     takes_reasoning = False

@@ -129,5 +129,4 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
         return [min(int(np.float32(i * stride)), num_frames - 1) for i in range(wanted)]
 
     def tell_time(self, seconds: Sequence[float]) -> float:
-        """Return the middle time of a step."""
         return (seconds[0] + seconds[-1]) / 2

@@ -69,7 +69,6 @@ def build_trial(max_model_len: int, device: str, dtype: str) -> EngineTrial:
 
 
 def build_from_components(components: ServerComponents) -> TorchEngine:
-    """Load the model of a server and return its engine."""
     banned = components.renderer.pad_token_ids
     materializer = components.build_materializer()
     return build_engine(components.spec, components.family, materializer, banned)

@@ -72,7 +72,6 @@ class CudaGraphDecoder:
         return (plan.counts == 1) & plan.samples & is_sampled
 
     def put_tokens(self, rows: np.ndarray, tokens: Int64[Tensor, " rows"]) -> None:
-        """Store the last sampled tokens of the rows."""
         self._last_tokens.index_copy_(0, copy_to_device(rows, self.device), tokens)
 
     def drop_graphs(self) -> None:

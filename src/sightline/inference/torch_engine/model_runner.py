@@ -104,16 +104,13 @@ class ModelRunner:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the rows' cached state."""
         return self.kv.nbytes
 
     def share_prefix(self, source: int, row: int, length: int) -> None:
-        """Let `row` begin with the first `length` tokens of `source`."""
         self.kv.share_prefix(source, row, length)
 
     @property
     def num_replayed(self) -> int:
-        """Number of steps that were replayed as a CUDA graph."""
         return 0 if self.decoder is None else self.decoder.num_replayed
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:

@@ -124,7 +124,6 @@ class RecurrentStates:
                 self._tables[layer] = (inputs, memory)
 
     def copy(self, source: int, row: int) -> None:
-        """Copy the state of `source` to `row`."""
         for layer, tables in self._tables.items():
             inputs, memory = (self._grow_table(table, row + 1) for table in tables)
             inputs[row], memory[row] = inputs[source], memory[source]

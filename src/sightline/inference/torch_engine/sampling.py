@@ -39,7 +39,6 @@ class SamplingMetadata(NamedTuple):
         return (self.top_k == 0) & (self.top_p >= 1) & (self.min_p == 0)
 
     def select(self, rows: Int[np.ndarray, " chosen"]) -> SamplingMetadata:
-        """Return the settings of some rows."""
         return SamplingMetadata(*(values[rows] for values in self))
 
 

@@ -53,7 +53,6 @@ class Scheduler:
         self.prompts = PromptRows()
 
     def active(self) -> np.ndarray:
-        """Return the rows of running requests."""
         return np.fromiter(self.running, dtype=np.int64, count=len(self.running))
 
     # --- admission

@@ -38,8 +38,6 @@ class CheckedWeights:
 
 @dataclass
 class WeightUpdater:
-    """Tracks and updates vLLM's weights."""
-
     client: Any
     model: Path
     """The checkpoint that vLLM loaded first. Adapters are merged into it."""
