@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,15 @@ QUERIES_AT_ONCE = 4096
 
 KeyPages = Float[Tensor, "pages page kv_heads width"]
 ValuePages = Float[Tensor, "pages page kv_heads value_width"]
+
+
+class PagedKeys(NamedTuple):
+    """The keys and values that each row, or each tile, attends to."""
+
+    keys: KeyPages
+    values: ValuePages
+    block_tables: Int[Tensor, "rows row_pages"]
+    seq_lens: Int[Tensor, " rows"]
 
 
 @contextlib.contextmanager
@@ -93,17 +102,14 @@ def attend_run(
     outputs, at_once = [], max(1, QUERIES_AT_ONCE // tiles.queries.shape[1])
     for at in range(0, len(tiles.queries), at_once):
         part = slice(at, at + at_once)
-        seen = (tiles.block_tables[part], tiles.seq_lens[part], tiles.first_seen[part])
-        outputs.append(attend_tiles(q[tiles.queries[part]], keys, values, *seen, scaling))
+        seen = PagedKeys(keys, values, tiles.block_tables[part], tiles.seq_lens[part])
+        outputs.append(attend_tiles(q[tiles.queries[part]], seen, tiles.first_seen[part], scaling))
     return torch.cat(outputs).flatten(0, 1)[tiles.places]
 
 
 def attend_tiles(
     q: Float[Tensor, "tiles queries heads width"],
-    keys: KeyPages,
-    values: ValuePages,
-    block_tables: Int[Tensor, "tiles row_pages"],
-    seq_lens: Int[Tensor, " tiles"],
+    seen: PagedKeys,
     first_seen: Int[Tensor, " tiles"],
     scaling: float,
 ) -> Float[Tensor, "tiles queries heads value_width"]:
@@ -114,20 +120,13 @@ def attend_tiles(
     if q.is_cuda:
         from sightline.compute.triton_kernels import attend_paged
 
-        return attend_paged(q, keys, values, block_tables, seq_lens, scaling, first_seen)
+        return attend_paged(q, *seen, scaling, first_seen)
     with without_onednn():
-        return _attend_on_cpu(q, keys, values, block_tables, seq_lens, first_seen, scaling)
+        return _attend_on_cpu(q, seen, first_seen, scaling)
 
 
-def _attend_on_cpu(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    first_seen: Tensor,
-    scaling: float,
-) -> Tensor:
+def _attend_on_cpu(q: Tensor, seen: PagedKeys, first_seen: Tensor, scaling: float) -> Tensor:
+    keys, values, block_tables, seq_lens = seen
     (num_tiles, num_queries, heads, _), kv_heads = q.shape, keys.shape[2]
     pages = block_tables[:, : -(-int(seq_lens.max().clamp(min=1)) // PAGE)].long()
     index = torch.arange(pages.shape[1] * PAGE)

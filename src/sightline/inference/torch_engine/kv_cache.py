@@ -21,6 +21,7 @@ from sightline.compute.attention_cuda import attend_varlen, is_supported, pad_va
 from sightline.compute.attention_exact import (
     PAGE,
     KeyPages,
+    PagedKeys,
     Tiles,
     ValuePages,
     attend_run,
@@ -292,8 +293,8 @@ class PagedPattern:
         flat_values.index_copy_(0, self.places, run_v)
         out = run_q.new_empty(*run_q.shape[:2], v.shape[-1])
         if (singles := self.singles) is not None:
-            queries, tables = run_q[singles.places], singles.block_tables
-            attended = attend_pages(queries, keys, values, tables, singles.seq_lens, scaling)
+            last = PagedKeys(keys, values, singles.block_tables, singles.seq_lens)
+            attended = attend_pages(run_q[singles.places], last, scaling)
             out.index_copy_(0, singles.places, attended)
         if (chunks := self.chunks) is not None:
             seen = flat_keys[chunks.keys], flat_values[chunks.keys]
@@ -336,31 +337,25 @@ class DecodePattern:
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
-        keys, values = self.kv.pages(layer, run_k, run_v)
-        _write_last(run_k, run_v, keys, values, self.block_tables, self.seq_lens)
-        seen = (keys, values, self.block_tables, self.seq_lens)
+        pages = self.kv.pages(layer, run_k, run_v)
+        seen = PagedKeys(*pages, self.block_tables, self.seq_lens)
+        _write_last(run_k, run_v, seen)
         if self.kv.exact and not q.is_cuda:  # the GPU kernel is exact already
             queries = count_queries(q.shape[1], k.shape[1], q.device)
             repeated = run_q[:, None].expand(-1, queries, -1, -1)
-            out = attend_tiles(repeated, *seen, self.seq_lens, scaling)[:, 0]
+            out = attend_tiles(repeated, seen, self.seq_lens, scaling)[:, 0]
         else:
-            out = attend_pages(run_q, *seen, scaling)
+            out = attend_pages(run_q, seen, scaling)
         return out.transpose(0, 1).unsqueeze(0)
 
 
-def _write_last(
-    k: Tensor,
-    v: Tensor,
-    keys: KeyPages,
-    values: ValuePages,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-) -> None:
+def _write_last(k: Tensor, v: Tensor, seen: PagedKeys) -> None:
     if k.is_cuda:
         from sightline.compute.triton_kernels import write_paged
 
-        write_paged(k, v, keys, values, block_tables, seq_lens)
+        write_paged(k, v, *seen)
         return
+    keys, values, block_tables, seq_lens = seen
     rows = seq_lens.nonzero()[:, 0]
     last = seq_lens[rows].long() - 1
     places = block_tables[rows, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE
@@ -369,18 +364,14 @@ def _write_last(
 
 
 def attend_pages(
-    q: Float[Tensor, "rows heads width"],
-    keys: KeyPages,
-    values: ValuePages,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    scaling: float,
+    q: Float[Tensor, "rows heads width"], seen: PagedKeys, scaling: float
 ) -> Float[Tensor, "rows heads value_width"]:
     """Return the attention output of each row's last token."""
     if q.is_cuda:
         from sightline.compute.triton_kernels import attend_paged
 
-        return attend_paged(q, keys, values, block_tables, seq_lens, scaling)
+        return attend_paged(q, *seen, scaling)
+    keys, values, block_tables, seq_lens = seen
     used = block_tables.reshape(-1)
     k, v = (
         pages.index_select(0, used).unflatten(0, block_tables.shape).flatten(1, 2).transpose(1, 2)
