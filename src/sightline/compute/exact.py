@@ -69,14 +69,12 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
         shape = (*weight.flatten(1).shape, module.bias is not None)
         if shape not in rows_by_shape:
             rows_by_shape[shape] = find_rows(name, module, device, dtype)
-        product = partial(
-            _multiply_with_gradient, least=rows_by_shape[shape][0], most=rows_by_shape[shape][1]
-        )
-        module.forward = (
-            partial(_forward_linear, module, product)
-            if is_linear
-            else partial(embed_patches, module, module.forward, product)
-        )
+        least, most = rows_by_shape[shape]
+        product = partial(_multiply_with_gradient, least=least, most=most)
+        if is_linear:
+            module.forward = partial(_forward_linear, module, product)
+        else:
+            module.forward = partial(embed_patches, module, module.forward, product)
     parameter = next(forward.model.parameters())
     if not parameter.is_meta and parameter.dtype == dtype:  # otherwise a server runs the trial
         _try_pass(forward, family, device, dtype)

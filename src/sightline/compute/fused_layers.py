@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,11 +111,7 @@ def _build_norm(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
     from sightline.compute.triton_kernels import rms_norm
 
     run, plain = (partial(f, eps=module.variance_epsilon) for f in (rms_norm, plain_norm))
-
-    def normalize(hidden_states: Tensor) -> Tensor:
-        return cast(Tensor, call_exact(run, plain, hidden_states, module.weight))
-
-    return normalize
+    return lambda hidden_states: call_exact(run, plain, hidden_states, module.weight)
 
 
 def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -126,11 +122,7 @@ def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _build_layer_norm(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
     plain = partial(plain_layer_norm, eps=module.eps)
-
-    def normalize(x: Tensor) -> Tensor:
-        return cast(Tensor, call_exact(plain, plain, x, module.weight, module.bias))
-
-    return normalize
+    return lambda x: call_exact(plain, plain, x, module.weight, module.bias)
 
 
 def plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -141,11 +133,7 @@ def _build_mlp(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
     from sightline.compute.triton_kernels import silu_mul
 
     joined, plain = _join(exact, module.gate_proj, module.up_proj), partial(plain_silu_mul)
-
-    def compute(x: Tensor) -> Tensor:
-        return module.down_proj(call_exact(silu_mul, plain, *joined(x)))
-
-    return compute
+    return lambda x: module.down_proj(call_exact(silu_mul, plain, *joined(x)))
 
 
 def plain_silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -66,11 +66,13 @@ def write_weights(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     stem = "model" if adapter is None else "adapter"
-    shares = _split_into_files(tensors, stem, max_file_bytes)
-
+    shares = split_by_size(tensors, max_file_bytes)
+    names = [f"{stem}-{i:05d}-of-{len(shares):05d}.safetensors" for i in range(1, len(shares) + 1)]
+    if len(shares) == 1:
+        names = [f"{stem}.safetensors"]
     write = partial(write_tensors, durable=False)
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
-        files = list(pool.map(write, (part / name for name in shares), shares.values()))
+        files = list(pool.map(write, (part / name for name in names), shares))
     digest = digest_weights(tensors)
     unlogged = Manifest(
         version, vision_version, files, adapter=adapter, run=run, weights_digest=digest
@@ -125,18 +127,6 @@ class StorePublisher(FilesPublisher):
             file.unlink(missing_ok=True)
         self._sent = {part for parts in stored for part in parts}
         return moved
-
-
-def _split_into_files(
-    tensors: NamedTensors, stem: str, max_file_bytes: int
-) -> dict[str, dict[str, Tensor]]:
-    shares = split_by_size(tensors, max_file_bytes)
-    if len(shares) == 1:
-        return {f"{stem}.safetensors": shares[0]}
-    return {
-        f"{stem}-{place:05d}-of-{len(shares):05d}.safetensors": share
-        for place, share in enumerate(shares, 1)
-    }
 
 
 def _has_version(target: Path, manifest: Manifest) -> bool:

@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -153,12 +153,28 @@ def write_tiny_checkpoint(
             os.replace(folder / file, path / file)
 
 
-def lay_out_weights(model: Any, experts: str | None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint's files by name. A shared one keeps its first name."""
+def lay_out_weights(model: Any, layout: str | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint's files by name. A shared one keeps its first name.
+
+    `layout` of experts is "split" for one matrix per expert, "transposed" for stacked matrices that
+    are transposed relative to transformers, and None for the same layout as transformers.
+    """
     by_id: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_id.setdefault(id(tensor), (name, tensor.detach().contiguous()))
-    return dict(_lay_out_experts(dict(by_id.values()), experts))
+    files: dict[str, torch.Tensor] = {}
+    for name, tensor in by_id.values():
+        folder, _, part = name.rpartition(".")
+        if layout is None or not folder.endswith(".experts"):
+            files[name] = tensor
+        elif layout == "transposed":
+            files[name] = tensor.transpose(1, 2).contiguous()
+        else:
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            for expert, matrices in enumerate(tensor):
+                for own, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+                    files[f"{folder}.{expert}.{own}.weight"] = matrix.contiguous()
+    return files
 
 
 def _read_tokenizer(folder: Path, needed: Sequence[str]) -> Tokenizer:
@@ -220,27 +236,6 @@ def _fill_constants(model: torch.nn.Module, std: float) -> None:
         )
         if is_matrix_of_one_value or not parameter.any():
             torch.nn.init.normal_(parameter, std=std)
-
-
-def _lay_out_experts(
-    weights: Mapping[str, torch.Tensor], layout: str | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights in the layout of the published files.
-
-    `layout` is "split" for one matrix per expert, "transposed" for stacked matrices that are
-    transposed relative to transformers, and None for the same layout as transformers.
-    """
-    for name, tensor in weights.items():
-        folder, _, part = name.rpartition(".")
-        if layout is None or not folder.endswith(".experts"):
-            yield name, tensor
-        elif layout == "transposed":
-            yield name, tensor.transpose(1, 2).contiguous()
-        else:
-            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
-            for expert, matrices in enumerate(tensor):
-                for own, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
-                    yield f"{folder}.{expert}.{own}.weight", matrix.contiguous()
 
 
 def write_other_files(folder: Path, described: Description, model: Any) -> None:

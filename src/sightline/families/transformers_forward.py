@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
-from transformers import AutoConfig, vision_utils
+from transformers import AutoConfig, AutoModelForImageTextToText, vision_utils
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import hide_pad_warning
@@ -101,6 +101,14 @@ class VisionForward(TextForward):
         self._tower: Any = getattr(body, self.vision_parts[0])
         self._table = torch.from_numpy(family.table.copy())
         self._tower_inputs = lru_cache(maxsize=16)(self.compute_tower_inputs)
+
+    @classmethod
+    def load(
+        cls, path: Path, family: Any, device: torch.device, dtype: torch.dtype, attention: str
+    ) -> Self:
+        """Load a family's model. Its `forward.py` offers this as `load`."""
+        model = load_model(AutoModelForImageTextToText, path, device, dtype, attention)
+        return cls(model, family)
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [

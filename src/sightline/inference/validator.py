@@ -73,7 +73,9 @@ class RequestValidator:
             fix = f"leave it out, or send one of: {', '.join(sorted(self.models))}"
             raise build_engine_error("model", problem, fix)
         prompt = self._check_tokens(request.token_ids, request.sampling_params)
-        self._check_sampling(request.sampling_params)
+        for name, allowed in _find_faults(request.sampling_params, self.vocab_size):
+            problem = f"sampling_params.{name}: {getattr(request.sampling_params, name)!r}"
+            raise build_engine_error("sampling", problem, f"send {allowed}")
         slots, keys = self._check_slots(request)
         self._check_pads(prompt, slots)
         return ValidatedRequest(
@@ -115,11 +117,6 @@ class RequestValidator:
                 "render with the renderer of the served checkpoint",
             )
         return wide.astype(np.int32)
-
-    def _check_sampling(self, params: SamplingParams) -> None:
-        for name, allowed in _find_faults(params, self.vocab_size):
-            problem = f"sampling_params.{name}: {getattr(params, name)!r}"
-            raise build_engine_error("sampling", problem, f"send {allowed}")
 
     def _check_slots(self, request: GenerateRequest) -> tuple[list[Slot], list[str]]:
         if request.features is None:

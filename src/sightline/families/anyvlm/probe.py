@@ -33,12 +33,7 @@ from sightline.families.anyvlm.findings import (
     digest_sources,
     find_version,
 )
-from sightline.families.anyvlm.forward import (
-    TOKEN_TYPES,
-    find_encoder,
-    find_text,
-    refuse_errors,
-)
+from sightline.families.anyvlm.forward import TOKEN_TYPES, find_encoder, find_text, refuse_errors
 from sightline.families.anyvlm.image_tokens import ImageTokens, count_rows
 from sightline.families.anyvlm.layout import RULES
 from sightline.families.anyvlm.packing_trial import try_packing
@@ -156,7 +151,7 @@ def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:
             "packs sequences with that function",
             UNSUPPORTED,
         )
-    parts = (find_text(model), model.get_output_embeddings())
+    parts = (decoder, model.get_output_embeddings())
     own = {id(p) for part in parts if part is not None for p in part.parameters()}
     tower = {".".join(n.split(".")[:2]) for n, p in model.named_parameters() if id(p) not in own}
     text = config.get_text_config()
@@ -419,24 +414,19 @@ trials pass."""
 
 def run_trials(path: Path) -> ProbeAnswer:
     """Run all trials. transformers' warnings about the tried images are hidden."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        return _run_trials(path)
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-
-
-def _run_trials(path: Path) -> ProbeAnswer:
     load_processor.cache_clear()  # files may have changed
     checkpoint = Checkpoint(path)
     findings = Findings(source=digest_sources(path), transformers=find_version("transformers"))
-    for name, trial in TRIALS:
-        try:
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        for name, trial in TRIALS:
             with refuse_errors(path):
                 findings = trial(checkpoint, findings)
-        except SightlineError as error:
-            return ProbeAnswer(problem=f"the {name} trial failed: {error.problem}", fix=error.fix)
+    except SightlineError as error:
+        return ProbeAnswer(problem=f"the {name} trial failed: {error.problem}", fix=error.fix)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     return ProbeAnswer(findings)
 
 

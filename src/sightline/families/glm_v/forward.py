@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoModelForImageTextToText
 
-from sightline.families.glm_v.vision import GlmVFamily
 from sightline.families.protocol import Grid
-from sightline.families.transformers_forward import VisionForward, load_model
+from sightline.families.transformers_forward import VisionForward
 
 
 class GlmVForward(VisionForward):
@@ -20,8 +16,4 @@ class GlmVForward(VisionForward):
         return {**super().compute_tower_inputs(grids), "grid_thw": np.array(grids)}
 
 
-def load(
-    path: Path, family: GlmVFamily, device: torch.device, dtype: torch.dtype, attention: str
-) -> GlmVForward:
-    model = load_model(AutoModelForImageTextToText, path, device, dtype, attention)
-    return GlmVForward(model, family)
+load = GlmVForward.load

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, vision_utils
+from transformers import vision_utils
 from transformers.models.kimi_k25 import modeling_kimi_k25 as modeling
 
-from sightline.families.kimi_k25.vision import KimiK25Family
-from sightline.families.transformers_forward import VisionForward, load_model
+from sightline.families.transformers_forward import VisionForward
 
 
 class KimiK25Forward(VisionForward):
@@ -51,8 +49,4 @@ class KimiK25Forward(VisionForward):
         }
 
 
-def load(
-    path: Path, family: KimiK25Family, device: torch.device, dtype: torch.dtype, attention: str
-) -> KimiK25Forward:
-    model = load_model(AutoModelForImageTextToText, path, device, dtype, attention)
-    return KimiK25Forward(model, family)
+load = KimiK25Forward.load

@@ -43,12 +43,6 @@ class ProcessorSettings(PixelSettings):
     max_pixels: int | None = None
     """The run's pixel limit, in addition to `max_patches`."""
 
-    @property
-    def patch_limit(self) -> int:
-        if self.max_pixels is None:
-            return self.max_patches
-        return min(self.max_patches, self.max_pixels // self.patch**2)
-
 
 def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorSettings:
     """Read the settings of a checkpoint folder. `overrides` take precedence."""
@@ -139,8 +133,9 @@ def fit_size(width: int, height: int, settings: ProcessorSettings) -> tuple[int,
         raise MediaRefused(f"an image of {width}x{height} has no pixels", "send another image")
     patch, longest = settings.patch, settings.max_patches_per_side * settings.patch
     num_patches = max(1.0, width // patch) * max(1.0, height // patch)
-    scale = min(
-        1.0, math.sqrt(settings.patch_limit / num_patches), longest / height, longest / width
-    )
+    most = settings.max_patches
+    if settings.max_pixels is not None:
+        most = min(most, settings.max_pixels // patch**2)
+    scale = min(1.0, math.sqrt(most / num_patches), longest / height, longest / width)
     new_height, new_width = max(1, int(height * scale)), max(1, int(width * scale))
     return min(new_height, longest), min(new_width, longest)

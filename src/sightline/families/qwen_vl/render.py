@@ -223,13 +223,10 @@ class ReasoningFormat(QwenRenderer):
     def drop_unwritten(self, message: Message) -> Message:
         return keep_told_reasoning(super().drop_unwritten(message), message)
 
-    def split_message(self, message: Message) -> tuple[str, str]:
-        content = "".join(getattr(part, "text", "") for part in self.get_parts(message))
-        return split_told_reasoning(message.reasoning, content)
-
     def emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         message = context.messages[i]
-        reasoning, content = self.split_message(message)
+        content = "".join(getattr(part, "text", "") for part in self.get_parts(message))
+        reasoning, content = split_told_reasoning(message.reasoning, content)
         is_shown = i > context.history_end and (
             self.keeps_empty_reasoning or bool(reasoning) or i + 1 == len(context.messages)
         )

@@ -178,18 +178,15 @@ class Scheduler:
                 if request.awaited_prompt is not None:
                     self._share_prompt(request, request.awaited_prompt)
                 elif all(flight.done() for flight in request.pending.values()):
-                    self._take_pixels(request)
+                    for key, flight in request.pending.items():
+                        request.pixels[key] = flight.result()
+                        request.digests[key] = request.pixels[key].digest
+                    request.pending.clear()
+                    self._start(request)
                 else:
                     self.loading.append(request)
             except Exception as error:  # such as bad media: fails this request only
                 self.fail(request, to_engine_error(error))
-
-    def _take_pixels(self, request: TorchRequest) -> None:
-        for key, flight in request.pending.items():
-            request.pixels[key] = flight.result()
-            request.digests[key] = request.pixels[key].digest
-        request.pending.clear()
-        self._start(request)
 
     def _share_prompt(self, request: TorchRequest, key: PromptKey) -> None:
         """Start the request after its prompt, once another row has computed it.
