@@ -256,9 +256,8 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
                 "put the tool's answer into a user message",
             )
         check_unicode(message.text, f"{path}.content")
-        check_unicode(message.reasoning or "", f"{path}.reasoning")
-        check_unicode(message.tool_call_id or "", f"{path}.tool_call_id")
-        check_unicode(message.name or "", f"{path}.name")
+        for field in ("reasoning", "tool_call_id", "name"):
+            check_unicode(getattr(message, field) or "", f"{path}.{field}")
         if message.name and message.role in self.unsupported_names:
             problem = "the chat template writes names in a way that is not supported"
             raise MessageError.at(f"{path}.name", problem, "put the name into the content")
@@ -326,6 +325,8 @@ class BaseRenderer(MessageRenderer):
 
     turn_separator: ClassVar[str] = ""
     """The text between the end-of-turn token and the next turn."""
+    image_marks: ClassVar[tuple[str, str]] = ("", "")
+    """The texts before and after the pads of an image."""
     video_mark: ClassVar[str] = ""
     """The text that the chat template writes for a video. Empty if it does not support videos."""
     template_settings: Mapping[str, Any] = MappingProxyType({})
@@ -413,9 +414,12 @@ class BaseRenderer(MessageRenderer):
     def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         """Emit message `i`, from its header to the end of its turn."""
 
-    @abstractmethod
     def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         """Emit one image with its surrounding marks."""
+        opening, closing = self.image_marks
+        emitter.marked(opening)
+        emitter.image(item, self.pad_token_ids[0], self._family.num_tokens(item))
+        emitter.marked(closing)
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
         """Emit a video's steps with their surrounding marks."""

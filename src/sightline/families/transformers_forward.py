@@ -60,27 +60,21 @@ class TextForward:
         attention: Any,
     ) -> Float[Tensor, "rows length hidden"]:
         embeds = self._text.embed_tokens(token_ids)
-        extra: dict[str, Any] = {}
+        options = {"past_key_values": attention.state, "use_cache": False, "pattern": attention}
         if features is not None and feature_indices is not None and len(feature_indices):
             size = embeds.shape[-1]
             layers = features.to(embeds.dtype).split(size, dim=-1)
             flat = embeds.reshape(-1, size).index_copy(0, feature_indices, layers[0])
             embeds = flat.view(embeds.shape)
             if len(layers) > 1:
-                extra["visual_pos_masks"] = feature_indices
-                extra["deepstack_visual_embeds"] = list(layers[1:])
+                options["visual_pos_masks"] = feature_indices
+                options["deepstack_visual_embeds"] = list(layers[1:])
         if self._recurrent_window and attention.state is None:
-            extra["recurrence"] = build_recurrence_plan(
+            options["recurrence"] = build_recurrence_plan(
                 attention.subtree_end, self._recurrent_window, embeds.device
             )
-        out = self._text(
-            inputs_embeds=embeds,
-            position_ids=positions if len(positions) > 1 else positions[0],
-            past_key_values=attention.state,
-            use_cache=False,
-            pattern=attention,
-            **extra,
-        )
+        along_axes = positions if len(positions) > 1 else positions[0]
+        out = self._text(inputs_embeds=embeds, position_ids=along_axes, **options)
         return out.last_hidden_state
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:

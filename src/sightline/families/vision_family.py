@@ -95,10 +95,7 @@ class TextOnlyFamily(Family):
     video_refusal = "this checkpoint has no vision tower"
 
     def __init__(
-        self,
-        name: str,
-        overrides: dict[str, int] | None = None,
-        packing: Packing = TREE_PACKING,
+        self, name: str, overrides: dict[str, int] | None = None, packing: Packing = TREE_PACKING
     ) -> None:
         for key in overrides or {}:
             problem = f"[model] {key} is set, but the checkpoint has no vision tower"

@@ -35,7 +35,6 @@ from sightline.families.turn_parsing import (
 from sightline.message import ImageResolver, Message, TextPart, ToolCall, is_whole_text
 from sightline.render import Emitter
 from sightline.render.protocol import Tools
-from sightline.wire import MediaItem
 
 NO_THINK = "/nothink"
 _TOOLS_HEAD = (
@@ -69,6 +68,7 @@ class Glm46V(BaseRenderer):
 
     format_name = "GLM-4.6V"
     image_roles: ClassVar[tuple[str, ...]] = ("system", "user", "tool")
+    image_marks = ("<|begin_of_image|>", "<|end_of_image|>")
     video_mark = f"<|begin_of_video|>{_VIDEO_PAD}<|end_of_video|>"
     lists_tool_content = True  # its template adds a newline after a string
 
@@ -80,8 +80,8 @@ class Glm46V(BaseRenderer):
         self.end_id = self.openers["user"]
         others = self.find_token_ids(("<|endoftext|>",))
         self.stop_token_ids = (*self.openers.values(), *others)
-        self._pad = self.video_pad_id = token_id("<|image|>")
-        self.pad_token_ids = (self._pad, *self.find_token_ids(_MEDIA_MARKS))
+        self.video_pad_id = token_id("<|image|>")
+        self.pad_token_ids = (self.video_pad_id, *self.find_token_ids(_MEDIA_MARKS))
         self._think, self._end_think = token_id(THINK), token_id(END_THINK)
         self._call_start, self._call_end = token_id("<tool_call>"), token_id("</tool_call>")
         self._argument_marks = [token_id(mark) for mark in _ARGUMENT_MARKS]
@@ -164,11 +164,6 @@ class Glm46V(BaseRenderer):
             emitter.text(_spell(argument))
             emitter.marked("</arg_value>\n")
         emitter.marked("</tool_call>")
-
-    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
-        emitter.marked("<|begin_of_image|>")
-        emitter.image(item, self._pad, self._family.num_tokens(item))
-        emitter.marked("<|end_of_image|>")
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
         """Emit each step as an image, followed by its time."""

@@ -21,7 +21,6 @@ from sightline.families.turn_parsing import END_THINK, THINK, parse_calls, split
 from sightline.message import ImageResolver, Message, ToolCall
 from sightline.render import Emitter
 from sightline.render.protocol import Tools
-from sightline.wire import MediaItem
 
 _ROLES = {
     "system": "<|im_system|>",
@@ -41,6 +40,7 @@ class KimiK25Renderer(BaseRenderer):
 
     format_name = "Kimi K2.5"
     image_roles = ("system", "user", "tool")
+    image_marks = ("<|media_begin|>image<|media_content|>", "<|media_end|>\n")
     shows_names = True
 
     def find_tokens(self) -> None:
@@ -117,11 +117,6 @@ class KimiK25Renderer(BaseRenderer):
             emitter.special(self._calls_end)
         emitter.special(self.end_id)
         emitter.end_trained()
-
-    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
-        emitter.marked("<|media_begin|>image<|media_content|>")
-        emitter.image(item, self.pad_token_ids[0], self._family.num_tokens(item))
-        emitter.marked("<|media_end|>\n")
 
     # -- bridging
 

@@ -18,7 +18,6 @@ from sightline.families.template_check import choose_format
 from sightline.message import ImageResolver, Message, Part, TextPart
 from sightline.render import Emitter
 from sightline.render.protocol import Tools
-from sightline.wire import MediaItem
 
 DATE = "26 Jul 2024"
 """The date in every prompt: the templates' default. With the current date, prompts would change at
@@ -63,9 +62,6 @@ class Llama3(BaseRenderer):
         emitter.special(self.end_id)
         if role == "assistant":
             emitter.end_trained()
-
-    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
-        raise NotImplementedError  # images are refused when messages are read
 
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
         return ParsedCompletion(self._tokenizer.decode(ids))

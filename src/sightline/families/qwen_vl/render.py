@@ -24,13 +24,10 @@ from sightline.families.turn_parsing import (
 from sightline.message import Message, TextPart, ToolCall
 from sightline.render import Emitter
 from sightline.render.protocol import Tools
-from sightline.wire import MediaItem
 
 _VISION_EDGES = ("<|vision_start|>", "<|vision_end|>")
 _RESPONSE_EDGES = ("<tool_response>", "</tool_response>")
-_MEDIA_MARKS = (
-    "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", *_VISION_EDGES,
-)  # fmt: skip
+_MEDIA_MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", *_VISION_EDGES)
 
 
 class QwenRenderer(BaseRenderer):
@@ -38,6 +35,7 @@ class QwenRenderer(BaseRenderer):
     """The system message for conversations without one."""
     takes_reasoning = False
     turn_separator = "\n"
+    image_marks = _VISION_EDGES
     video_mark = "<|vision_start|><|video_pad|><|vision_end|>"
     requires_question: ClassVar[bool] = False
     """Whether a conversation needs a user message that is a question."""
@@ -50,11 +48,12 @@ class QwenRenderer(BaseRenderer):
         self.stop_token_ids = (self.end_id, token_id("<|endoftext|>"))
         self.pad_token_ids = self.find_token_ids(_MEDIA_MARKS)
         if self._family.shows_media:
-            self.image_pad, self.video_pad_id = token_id("<|image_pad|>"), token_id("<|video_pad|>")
-            _ = [token_id(mark) for mark in _VISION_EDGES]  # raises if the tokenizer lacks one
+            self.video_pad_id = token_id("<|video_pad|>")
+            for mark in ("<|image_pad|>", *_VISION_EDGES):
+                token_id(mark)  # raises if the tokenizer lacks it
         if self.takes_tools:
             self._call_start, self._call_end = token_id("<tool_call>"), token_id("</tool_call>")
-            _ = [token_id(mark) for mark in _RESPONSE_EDGES]  # raises if the tokenizer lacks one
+            _ = [token_id(mark) for mark in _RESPONSE_EDGES]  # raises if one is missing
         self.header = self._tokenizer.encode_marked(self.header_text)
 
     # -- implemented by each format
@@ -155,11 +154,6 @@ class QwenRenderer(BaseRenderer):
         emitter.marked("\n</tool_response>")
         if context.role(i + 1) != "tool":
             self.close_turn(emitter)
-
-    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
-        emitter.marked("<|vision_start|>")
-        emitter.image(item, self.image_pad, self._family.num_tokens(item))
-        emitter.marked("<|vision_end|>")
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
         """Emit the time before each step, or joined steps as one block without times."""
