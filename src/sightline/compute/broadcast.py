@@ -53,10 +53,9 @@ class Broadcaster(HostCopy, WeightPublisher):
 
     def write(self, draft: Manifest) -> tuple[Path, Manifest]:
         tensors = self.tensors()
-        payload = Broadcast(self.address, self._receivers, describe_tensors(tensors))
-        manifest = structs.replace(
-            draft, payload=msgspec.to_builtins(payload), weights_digest=digest_weights(tensors)
-        )
+        content = Broadcast(self.address, self._receivers, describe_tensors(tensors))
+        payload, digest = msgspec.to_builtins(content), digest_weights(tensors)
+        manifest = structs.replace(draft, payload=payload, weights_digest=digest)
         return write_manifest(self._root, manifest)
 
     def send(self, manifest: Manifest) -> None:

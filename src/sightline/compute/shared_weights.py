@@ -126,14 +126,10 @@ class SharedWeights(WeightPublisher):
         """Write the manifest of the last weights taken, and let servers copy them."""
         if self._copied is not None:
             self._copied.synchronize()
-        path, manifest = write_manifest(
-            self._root,
-            structs.replace(
-                draft,
-                payload=msgspec.to_builtins(self._memory),
-                weights_digest=finish_digest(self._memory.tensors, int(self._sum)),
-            ),
-        )
+        digest = finish_digest(self._memory.tensors, int(self._sum))
+        payload = msgspec.to_builtins(self._memory)
+        manifest = structs.replace(draft, payload=payload, weights_digest=digest)
+        path, manifest = write_manifest(self._root, manifest)
         os.pwrite(self._label, manifest.label.encode(), 0)
         fcntl.flock(self._label, fcntl.LOCK_UN)
         return path, manifest

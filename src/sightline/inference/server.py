@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from sightline.errors import EngineError, MediaError, SightlineError
 from sightline.inference.chat_endpoint import ChatEndpoint, chat_error_response
+from sightline.inference.engine import Engine, EngineRequest
 from sightline.inference.errors import (
     MAX_BODY_BYTES,
     answer_errors,
@@ -39,24 +40,11 @@ from sightline.transport.http_server import (
     json_response,
     read_bearer,
 )
+from sightline.wire import generate as wire
 from sightline.wire.array import Array
-from sightline.wire.generate import (
-    WEIGHTS_UNAVAILABLE,
-    AdoptRequest,
-    Choice,
-    GenerateRequest,
-    GenerateResponse,
-    LeaseRequest,
-    Logprobs,
-    PromptLogprob,
-    SightlineFields,
-    TokenLogprob,
-)
+from sightline.wire.generate import GenerateRequest, GenerateResponse, PromptLogprob
 from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
 from sightline.wire.weights import Manifest, resolve_manifest
-
-if TYPE_CHECKING:
-    from sightline.inference.engine import Engine, EngineRequest
 
 Body = TypeVar("Body")
 
@@ -83,7 +71,7 @@ class ServerLease:
         """The run that holds the lease. Empty for none."""
         return self.run if time.monotonic() < self.until else ""
 
-    def take(self, request: LeaseRequest) -> None:
+    def take(self, request: wire.LeaseRequest) -> None:
         if self.holder not in ("", request.run):
             raise self._refusal(request.run)
         self.run = request.run if request.seconds else ""
@@ -201,13 +189,13 @@ class InferenceServer:
 
     async def _lease(self, http: Request) -> Response:
         request = await self._read(
-            http, LeaseRequest, "send the id of a run, and 0 to 3600 seconds"
+            http, wire.LeaseRequest, "send the id of a run, and 0 to 3600 seconds"
         )
         self.lease.take(request)
         return json_response({"run": self.lease.holder, "seconds": request.seconds})
 
     async def _adopt(self, http: Request) -> Response:
-        request = await self._read(http, AdoptRequest, "send the path of a manifest")
+        request = await self._read(http, wire.AdoptRequest, "send the path of a manifest")
 
         def adopt() -> Manifest:
             if request.content is not None:
@@ -227,11 +215,11 @@ class InferenceServer:
         except SightlineError as error:
             # An unreachable store may recover. Missing or corrupt data will not.
             is_unreachable = type(error) is MediaError and isinstance(error.__cause__, OSError)
-            kind = WEIGHTS_UNAVAILABLE if is_unreachable else "weights"
+            kind = wire.WEIGHTS_UNAVAILABLE if is_unreachable else "weights"
             raise build_engine_error(kind, error.problem, error.fix) from error
         except OSError as error:
             fix = "free space on the server's disk, or repair it"
-            raise build_engine_error(WEIGHTS_UNAVAILABLE, str(error), fix) from error
+            raise build_engine_error(wire.WEIGHTS_UNAVAILABLE, str(error), fix) from error
         adopted = self.engine.adopt(path, self._check_lease)  # again: the fetch takes time
         self.fetcher.keep_only(path, manifest)
         return adopted
@@ -307,19 +295,19 @@ def build_response(checked: ValidatedRequest, requests: list[EngineRequest]) -> 
     return GenerateResponse(
         request_id=checked.request_id,
         choices=[_build_choice(i, r, wants_logprobs) for i, r in enumerate(requests)],
-        sightline=SightlineFields([first.digests[k] for k in first.keys], first.cached_tokens),
+        sightline=wire.SightlineFields([first.digests[k] for k in first.keys], first.cached_tokens),
         prompt_logprobs=_build_prompt_logprobs(first),
     )
 
 
-def _build_choice(index: int, request: EngineRequest, wants_logprobs: bool) -> Choice:
+def _build_choice(index: int, request: EngineRequest, wants_logprobs: bool) -> wire.Choice:
     logprobs = None
     if wants_logprobs:
         pairs = zip(request.tokens, request.logprobs, strict=True)
-        logprobs = Logprobs([TokenLogprob(token, value) for token, value in pairs])
+        logprobs = wire.Logprobs([wire.TokenLogprob(token, value) for token, value in pairs])
     routes = request.routes
     array = None if routes is None else Array.of(routes, str(routes.dtype))
-    return Choice(index, request.tokens, request.finish_reason, logprobs, request.spans, array)
+    return wire.Choice(index, request.tokens, request.finish_reason, logprobs, request.spans, array)
 
 
 def _build_prompt_logprobs(request: EngineRequest) -> list[dict[int, PromptLogprob] | None] | None:

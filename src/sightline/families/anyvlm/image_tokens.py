@@ -74,20 +74,18 @@ def find_candidates(processor: Any) -> Iterator[tuple[str, dict[str, int]]]:
     if (most := get("max_image_tokens")) and get("encoder_patch_size"):
         patch, merge = images.encoder_patch_size, images.downsample_factor
         splits, area = images.do_image_splitting, most * (patch * merge) ** 2
-        yield (
-            "tiles_of_large",
-            {
-                "patch": patch,
-                "merge": merge,
-                "min_tokens": images.min_image_tokens,
-                "max_tokens": most,
-                "max_patches": images.max_num_patches,
-                "large_area": int(area * images.max_pixels_tolerance),
-                "min_tiles": images.min_tiles if splits else 1,
-                "max_tiles": images.max_tiles if splits else 1,
-                "tile": images.tile_size,
-            },
-        )
+        tiles = {
+            "patch": patch,
+            "merge": merge,
+            "min_tokens": images.min_image_tokens,
+            "max_tokens": most,
+            "max_patches": images.max_num_patches,
+            "large_area": int(area * images.max_pixels_tolerance),
+            "min_tiles": images.min_tiles if splits else 1,
+            "max_tiles": images.max_tiles if splits else 1,
+            "tile": images.tile_size,
+        }
+        yield "tiles_of_large", tiles
     if height and get("resize_to_max_canvas") is False:
         yield "tiles_in_canvas", {"tile": height, "max_tiles": images.max_patches}
     merge = getattr(processor, "spatial_merge_size", None)
@@ -185,13 +183,8 @@ class ImageTokens:
                 problem = f"its processor refuses every image that was tried: {self._refusal}"
                 fix = "fix the settings in preprocessor_config.json and processor_config.json"
                 raise FamilyError(problem, fix)
-            candidate = msgspec.structs.replace(
-                findings,
-                rule=rule,
-                rule_settings=settings,
-                expansions=expansions,
-                merge=settings.get("merge", 1),
-            )
+            fields = {"rule": rule, "rule_settings": settings, "merge": settings.get("merge", 1)}
+            candidate = msgspec.structs.replace(findings, expansions=expansions, **fields)
             difference, min_side = self._find_difference(candidate)
             if not difference and min_side == 1:
                 return candidate

@@ -24,12 +24,11 @@ from sightline.families.vision_family import (
     compute_mrope_positions,
     compute_text_positions,
 )
+from sightline.render import Tokenizer
 from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from sightline.render import Tokenizer
 
 GRID_RULES = ("patches", "patches_in_budget", "lines")
 MAX_CACHED_OFFSETS = 1024
@@ -141,8 +140,6 @@ class AnyVLMFamily(Family):
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        from sightline.render import Tokenizer
-
         return Tokenizer(self.path)
 
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:

@@ -70,22 +70,17 @@ class TriedRow:
         return np.arange(len(self.token_ids))
 
 
+@dataclass
 class WeightsTrial:
-    def __init__(
-        self,
-        forward: TextForward,
-        family: AnyVLMFamily,
-        own_attention: Callable[[], AbstractContextManager[None]],
-        build_pattern: Callable[[np.ndarray], Any],
-        engine: EngineTrial | None,
-    ) -> None:
-        self._forward = forward
-        self._build_pattern = build_pattern
-        self._engine = engine
-        self._own_attention = own_attention
-        self._family = family
-        self._renderer = AnyVLMRenderer.load(self._family.path, self._family)
-        self._parameter = next(forward.model.parameters())
+    forward: TextForward
+    family: AnyVLMFamily
+    own_attention: Callable[[], AbstractContextManager[None]]
+    build_pattern: Callable[[np.ndarray], Any]
+    engine: EngineTrial | None
+
+    def __post_init__(self) -> None:
+        self._renderer = AnyVLMRenderer.load(self.family.path, self.family)
+        self._parameter = next(self.forward.model.parameters())
 
     @torch.no_grad()
     def run(self) -> None:
@@ -94,14 +89,14 @@ class WeightsTrial:
         long = self._build_row(self._draw_long(), NUM_DECODED)
         short = self._build_row(([user(SHORT)], []), NUM_DECODED)
         ends = np.cumsum([len(long.token_ids), len(short.token_ids)])
-        pattern = self._build_pattern(np.repeat(ends, np.diff(ends, prepend=0)))
+        pattern = self.build_pattern(np.repeat(ends, np.diff(ends, prepend=0)))
         hidden = self._compute([(long, long.tokens), (short, short.tokens)], pattern)
         lengths = f"rows of {len(long.token_ids)} and {len(short.token_ids)} tokens"
         for row, end in zip((long, short), ends.tolist(), strict=True):
-            logits = self._forward.logits(hidden[end - NUM_DECODED : end])
+            logits = self.forward.logits(hidden[end - NUM_DECODED : end])
             self._compare(f"in one pass over {lengths}", logits, row.logits)
-        if self._engine is not None and self._family.packing.kind != "rows":
-            self._try_decoding(self._engine, [long, short], lengths)
+        if self.engine is not None and self.family.packing.kind != "rows":
+            self._try_decoding(self.engine, [long, short], lengths)
 
     def _try_tree(self) -> None:
         row = self._build_row(_draw_conversation(), 0)
@@ -116,11 +111,11 @@ class WeightsTrial:
                 [length + tail] * fork + [length] * tail + [length + tail] * tail,
             ),
         }
-        if self._family.packing.kind == "rows":
+        if self.family.packing.kind == "rows":
             del tried["as a tree"]
         for kind, (computed, ends) in tried.items():
-            hidden = self._compute([(row, computed)], self._build_pattern(np.array(ends)))
-            self._compare(f"computed {kind}", self._forward.logits(hidden), row.logits[computed])
+            hidden = self._compute([(row, computed)], self.build_pattern(np.array(ends)))
+            self._compare(f"computed {kind}", self.forward.logits(hidden), row.logits[computed])
 
     def _try_decoding(self, engine: EngineTrial, rows: list[TriedRow], lengths: str) -> None:
         """Prefill the rows in two steps, and decode their last tokens one by one."""
@@ -137,7 +132,7 @@ class WeightsTrial:
             hidden = self._compute(parts, pattern)
             for i, row in enumerate(rows):
                 if (decoded := number - 2) >= 0:
-                    logits = self._forward.logits(hidden[i : i + 1])
+                    logits = self.forward.logits(hidden[i : i + 1])
                     reference = row.logits[decoded : decoded + 1]
                     self._compare(f"decoded with the KV cache for {lengths}", logits, reference)
 
@@ -146,18 +141,18 @@ class WeightsTrial:
         allowed = TOLERANCES[reference.dtype]
         if not difference <= allowed:
             raise FamilyError(
-                f"{self._family.path}: the weights trial failed: {tried}, logits differ from "
-                f"{type(self._forward.model).__name__}'s own by {difference:.2g} of the largest "
+                f"{self.family.path}: the weights trial failed: {tried}, logits differ from "
+                f"{type(self.forward.model).__name__}'s own by {difference:.2g} of the largest "
                 f"logit ({allowed:.0e} is allowed), so its layers do more than causal attention",
                 UNSUPPORTED,
             )
 
     def _draw_long(self) -> tuple[list[Message], list[Image.Image]]:
         """Return a conversation of as many tokens as a row may have."""
-        limit = LONG_ROW if self._engine is None else self._engine.max_model_len
+        limit = LONG_ROW if self.engine is None else self.engine.max_model_len
         limit = min(limit, MAX_LONG_ROW)
         if self._parameter.device.type == "cpu":
-            num_parameters = sum(p.numel() for p in self._forward.model.parameters())
+            num_parameters = sum(p.numel() for p in self.forward.model.parameters())
             limit = min(limit, max(LONG_ROW // 2, int(CPU_OPERATIONS / num_parameters)))
         messages, images = _draw_conversation()
 
@@ -174,17 +169,17 @@ class WeightsTrial:
         messages, images = talk
         rendered = self._renderer.render_read(messages, None, True)
         slots, features = rendered.slots, None
-        pads = [slot.offset + self._family.feature_offsets(slot.item) for slot in slots]
+        pads = [slot.offset + self.family.feature_offsets(slot.item) for slot in slots]
         if slots:
             items = [slot.item for slot in slots]
             patches = np.concatenate(
-                [self._family.patches(i, item) for i, item in zip(images, items, strict=True)]
+                [self.family.patches(i, item) for i, item in zip(images, items, strict=True)]
             )
             stacked = torch.from_numpy(patches).to(self._parameter.device)
-            features = self._forward.encode(stacked, [item.grid for item in items])
+            features = self.forward.encode(stacked, [item.grid for item in items])
         return TriedRow(
             np.array(rendered.token_ids),
-            self._family.positions(len(rendered.token_ids), slots)[0].astype(np.int64),
+            self.family.positions(len(rendered.token_ids), slots)[0].astype(np.int64),
             np.concatenate(pads) if pads else np.zeros(0, dtype=np.int64),
             features,
             slots[-1].end if slots else 0,
@@ -195,14 +190,14 @@ class WeightsTrial:
         self, token_ids: list[int], images: list[Image.Image], messages: list[Message], last: int
     ) -> Tensor:
         """Return the whole model's `last` logits, or all, for the inputs from its own processor."""
-        processor, model = load_processor(self._family.path), self._forward.model
-        template = AnyVLMRenderer.find_template(self._family.path)
+        processor, model = load_processor(self.family.path), self.forward.model
+        template = AnyVLMRenderer.find_template(self.family.path)
         talk = [{"role": m.role, "content": to_template_parts(m, images)} for m in messages]
         kind = "pt" if uses_torchvision(processor) else "np"
         _, inputs = apply_template(processor, template, talk, return_tensors=kind)
         if inputs["input_ids"][0].tolist() != token_ids:
             raise FamilyError(
-                f"{self._family.path}: the weights trial failed: the processor writes other tokens "
+                f"{self.family.path}: the weights trial failed: the processor writes other tokens "
                 "than it did for the probe",
                 "install the same transformers in every environment of the run",
             )
@@ -214,7 +209,7 @@ class WeightsTrial:
         }
         if last and "logits_to_keep" in inspect.signature(model.forward).parameters:
             arguments["logits_to_keep"] = last
-        with self._own_attention():
+        with self.own_attention():
             logits: Tensor = model(**arguments, use_cache=False).logits[0]
         return logits[-last:]
 
@@ -233,7 +228,7 @@ class WeightsTrial:
                 ]
             )
         ids, axes, at = (torch.from_numpy(x).to(device) for x in (token_ids, along, places))
-        return self._forward.hidden(ids[None], axes[:, None], features, at, pattern)[0]
+        return self.forward.hidden(ids[None], axes[:, None], features, at, pattern)[0]
 
 
 def _find_places(parts: list[PackRow]) -> Iterator[np.ndarray]:
