@@ -41,7 +41,6 @@ TRIED_TOKENS = 130
 TRIED_IMAGES = ((5, 7), (1, 1), (16, 20))
 """Rows and columns of images, in merged patches."""
 MAX_TRIED = 1 << 28
-"""Maximum number of values in a trial."""
 DTYPES = {"cuda": {torch.bfloat16}, "cpu": {torch.float32, torch.bfloat16}}
 Product = Callable[..., Tensor]
 """`F.linear`, or a product with the same arguments."""

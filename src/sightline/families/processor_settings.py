@@ -71,10 +71,7 @@ _LIMITS = ("min_pixels", "max_pixels")
 def read_frame_settings(
     path: Path, overrides: dict[str, int], default: FrameSettings
 ) -> FrameSettings:
-    """Read the settings of a checkpoint folder. Raise FamilyError for invalid pixel limits.
-
-    `overrides` are the run's limits and take precedence.
-    """
+    """Read the settings of a checkpoint folder. Raise FamilyError for invalid pixel limits."""
     raw = read_processor_config(path)
     size = raw.get("size") or {}
     if size and not size.keys() & {"shortest_edge", "longest_edge", *_LIMITS}:

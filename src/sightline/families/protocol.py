@@ -43,9 +43,8 @@ class ImageLayout:
     grid: Grid
     num_tokens: int
     height: int
-    """In pixels, after resizing and before padding."""
     width: int
-    """In pixels, after resizing and before padding."""
+    """Height and width in pixels, after resizing and before padding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,6 @@ class ChatEndpoint:
     """Puts the images of requests into the store, and renders the prompt."""
     modality: str
     model: str
-    """Name of the served checkpoint."""
     max_model_len: int
 
     def routes(self, generate: GenerateFunction) -> list[Route]:

@@ -30,7 +30,6 @@ from sightline.wire.generate import WEIGHTS_UNAVAILABLE, ErrorAnswer, ErrorBody
 
 RETRY_AFTER_S = 1
 MAX_BODY_BYTES = 64 << 20
-"""Maximum size of a request body."""
 CLIENT_CLOSED = 499
 
 Handler = Callable[[Request], Awaitable[Response]]

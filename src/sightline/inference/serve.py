@@ -102,10 +102,7 @@ class ServerComponents:
 
 
 def serve(spec: ServerSpec, build_engine: Callable[[ServerComponents], Engine]) -> None:
-    """Serve until SIGTERM or SIGINT, then refuse unfinished requests with 503.
-
-    `build_engine` loads the model. The engine computes in this process.
-    """
+    """Serve until SIGTERM or SIGINT, then refuse unfinished requests with 503."""
     host = spec.inference.host
     check_address(host, spec.inference.token, "--token")
     tls = check_tls(spec.inference.tls_cert, spec.inference.tls_key, host)

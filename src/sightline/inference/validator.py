@@ -18,7 +18,6 @@ from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_CHOICES = 64
 MAX_STOP_IDS = 256
-"""Maximum number of stop ids in a request."""
 MAX_NAME_CHARS = 256
 """Maximum length of a request id, and of a model name in an error."""
 BODY_BYTES_PER_TOKEN = 1024

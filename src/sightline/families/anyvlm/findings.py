@@ -34,7 +34,6 @@ class RowArray(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """The shape of one entry."""
     has_batch: bool
     """Whether the processor adds a leading batch axis of length 1."""
     is_ones: bool = False

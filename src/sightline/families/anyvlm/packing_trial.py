@@ -41,7 +41,6 @@ NUM_IDS = 64
 FORK = 26
 """The number of tokens that the first two sequences share."""
 LONG = 256
-"""The length of the longest sequence."""
 NUM_DECODED = 4
 """The number of tokens that are decoded one by one."""
 MAX_PARAMETERS = 1_500_000_000

@@ -63,7 +63,6 @@ class Serving(ServingSpec):
         return tuple(family.findings.tower)
 
     def check_servable(self, folder: Path, takes_updates: bool) -> None:
-        """Raise FamilyError for a model that vLLM computes differently from the trainer."""
         text = read_json(folder / "config.json").get("text_config", {}).get("model_type")
         if reason := _find_refusal(load_findings(folder), text):
             raise FamilyError(f"{folder}: vLLM cannot serve it: {reason}", TORCH)
@@ -95,7 +94,6 @@ class Serving(ServingSpec):
     def build_fields(
         self, family: AnyVLMFamily, item: MediaItem, patches: np.ndarray, normalizes: bool
     ) -> dict[str, EngineField]:
-        """Return the processor's arrays, the grid and the number of features for one image."""
         findings, fields = family.findings, {}
         if findings.rule == "lines" and len(patches) == findings.merge**2:
             raise MediaRefused(

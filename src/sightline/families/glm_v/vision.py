@@ -35,9 +35,8 @@ class VideoSettings:
     max_duration: float = 300.0
     """The length in seconds above which frames get sparser. Unused if `is_dynamic` is true."""
     min_pixels: int
-    """The minimum for all frames of a video together."""
     max_pixels: int
-    """The maximum for all frames of a video together."""
+    """Limits for all frames of a video together."""
 
 
 class GlmVFamily(VideoFamily[VideoSettings]):

@@ -27,7 +27,6 @@ class VideoSettings:
     and frames are sampled at a fixed stride. Otherwise a time precedes each step, limits apply to
     the whole video, and frames are sampled from the first to the last."""
     fps: float = 2.0
-    """The number of sampled frames per second."""
     min_frames: int = 4
     max_frames: int = 768
     min_pixels: int

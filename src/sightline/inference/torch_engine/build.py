@@ -75,10 +75,7 @@ def build_from_components(components: ServerComponents) -> TorchEngine:
 
 
 def plan_memory(device: str, limit: int, inference: InferenceConfig) -> int:
-    """Return the bytes of `limit` left for the KV cache once the model is loaded.
-
-    The plan is printed on stderr.
-    """
+    """Return the bytes of `limit` left for the KV cache once the model is loaded."""
     spare = SPARE_BYTES + inference.feature_cache_mb * 2**20
     weight_bytes = torch.cuda.memory_allocated(device)
     left = limit - weight_bytes - spare

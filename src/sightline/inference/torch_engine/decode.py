@@ -40,7 +40,6 @@ class _ShapePass:
     """Row, number of keys, position axes and pages of each place."""
     graph: torch.cuda.CUDAGraph | None = None
     logits: Float[Tensor, "rows vocab"] | None = None
-    """Output of the graph."""
     routes: Routes | None = None
     """The experts of the rows, if the model has any."""
 

@@ -127,7 +127,6 @@ class TorchEngine(Engine):
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, deliver: Deliver) -> None:
-        """Start the thread, which calls `deliver` after each step."""
         self._deliver = deliver
         self._thread.start()
 

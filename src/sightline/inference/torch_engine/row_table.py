@@ -73,7 +73,6 @@ class RowTable:
         """Position at which a prefill pauses until the next step; 0 for none."""
         self.prompt_length = np.zeros(self.num_rows, dtype=np.int64)
         self.limit = np.zeros(self.num_rows, dtype=np.int64)
-        """Maximum length of the sequence."""
         self.temperature = np.ones(self.num_rows, dtype=np.float32)
         self.top_k = np.zeros(self.num_rows, dtype=np.int64)
         self.top_p = np.ones(self.num_rows, dtype=np.float32)
@@ -82,7 +81,6 @@ class RowTable:
         self.stops = np.full((self.num_rows, 2), NO_TOKEN, dtype=np.int32)
         self.free = list(range(self.num_rows))
         self.on_release: Callable[[int], None] = lambda row: None
-        """Called with each released row."""
 
     def take_free(self) -> int:
         """Return the lowest free row, which keeps used rows close together."""

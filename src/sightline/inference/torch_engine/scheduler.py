@@ -86,10 +86,7 @@ class Scheduler:
                 self.loading.append(request)
 
     def _assign_row(self, request: TorchRequest) -> bool:
-        """Assign a row: one that holds a prefix of the prompt, a free one, or the oldest cached.
-
-        Return False if there is none.
-        """
+        """Assign a row: one that holds a prefix of the prompt, a free one, or the oldest cached."""
         start, cached = 0, None
         places = _find_item_places(request)
         reads_cache = self.enable_prefix_caching and not request.params.skip_reading_prefix_cache
@@ -124,10 +121,7 @@ class Scheduler:
         return True
 
     def _make_room(self, request: TorchRequest) -> bool:
-        """Evict cached rows, oldest first, until the request fits at its full length.
-
-        Return False if it does not fit in addition to the running requests.
-        """
+        """Evict cached rows, oldest first, until the request fits at its full length."""
         holding = [other.row for other in (*self.running.values(), *self.loading)]
         lengths = [len(request.prompt) + request.params.max_tokens]
         lengths += self.rows.limit[holding].tolist()

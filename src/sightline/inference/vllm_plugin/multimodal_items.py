@@ -59,10 +59,7 @@ class MultiModalItems:
     async def prepare(
         self, slots: list[Slot], keys: list[str], bypass_cache: bool
     ) -> tuple[dict[str, symbols.MultiModalKwargsItem], list[str]]:
-        """Return the items that vLLM lacks, by engine key, and the pixel digest of each slot.
-
-        With `bypass_cache`, return all items.
-        """
+        """Return the items that vLLM lacks, by engine key, and the pixel digest of each slot."""
         if any(slot.item.step is not None for slot in slots):
             problem = "features: videos are not supported with vLLM"
             raise build_engine_error("slots", problem, 'serve with engine = "torch"')
