@@ -10,21 +10,8 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from sightline.errors import (
-    EngineError,
-    FingerprintMismatch,
-    MediaCorrupt,
-    MediaError,
-    MediaMissing,
-    MediaUndecodable,
-    MessageError,
-    Misaligned,
-    PromptTooLong,
-    SightlineError,
-    StoreFull,
-    WeightsError,
-    WireError,
-)
+from sightline import errors
+from sightline.errors import EngineError, MediaError, SightlineError
 from sightline.transport.http_server import json_response, receive_body
 from sightline.wire.generate import WEIGHTS_UNAVAILABLE, ErrorAnswer, ErrorBody
 
@@ -55,17 +42,17 @@ STATUS_BY_TYPE = {kind: status for status, kinds in _TYPES_BY_STATUS.items() for
 
 # The first match decides, so subclasses come before `MediaError`.
 _TYPE_BY_CLASS: tuple[tuple[type[SightlineError], str], ...] = (
-    (FingerprintMismatch, "fingerprint"),
-    (MediaMissing, "media_missing"),
-    (MediaCorrupt, "media_corrupt"),
-    (MediaUndecodable, "media_undecodable"),
-    (StoreFull, "store_full"),
+    (errors.FingerprintMismatch, "fingerprint"),
+    (errors.MediaMissing, "media_missing"),
+    (errors.MediaCorrupt, "media_corrupt"),
+    (errors.MediaUndecodable, "media_undecodable"),
+    (errors.StoreFull, "store_full"),
     (MediaError, "media_refused"),
-    (WireError, "schema"),
-    (PromptTooLong, "too_long"),
-    (MessageError, "schema"),
-    (Misaligned, "slots"),
-    (WeightsError, "weights"),
+    (errors.WireError, "schema"),
+    (errors.PromptTooLong, "too_long"),
+    (errors.MessageError, "schema"),
+    (errors.Misaligned, "slots"),
+    (errors.WeightsError, "weights"),
 )
 
 

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from transformers.utils import logging as transformers_logging
 
 from sightline.errors import FamilyError, MediaRefused, MessageError, SightlineError
+from sightline.families.anyvlm import processor as processors
 from sightline.families.anyvlm.answers import TRIED_TOOLS
 from sightline.families.anyvlm.findings import (
     UNSUPPORTED,
@@ -37,18 +38,6 @@ from sightline.families.anyvlm.forward import TOKEN_TYPES, find_encoder, find_te
 from sightline.families.anyvlm.image_tokens import ImageTokens, count_rows
 from sightline.families.anyvlm.layout import RULES
 from sightline.families.anyvlm.packing_trial import try_packing
-from sightline.families.anyvlm.processor import (
-    FOREIGN,
-    OPTIONS,
-    apply_template,
-    check_processor,
-    cut_patches,
-    find_image_text,
-    first_line,
-    load_processor,
-    to_template_parts,
-    uses_torchvision,
-)
 from sightline.families.anyvlm.render import NUM_MESSAGES, AnyVLMRenderer, draw_history
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.template_check import find_split, form_calls
@@ -69,9 +58,9 @@ class Checkpoint:
     @cached_property
     def config(self) -> Any:
         try:
-            config = AutoConfig.from_pretrained(self.path, **OPTIONS)
+            config = AutoConfig.from_pretrained(self.path, **processors.OPTIONS)
         except ValueError as error:
-            raise FamilyError(first_line(error), UNSUPPORTED) from error
+            raise FamilyError(processors.first_line(error), UNSUPPORTED) from error
         if type(config) not in AutoModelForImageTextToText._model_mapping:
             version = find_version("transformers")
             raise FamilyError(
@@ -98,8 +87,8 @@ class Checkpoint:
                 "copy these files from the checkpoint. A text-only checkpoint has none",
             )
         try:
-            processor = load_processor(self.path)
-        except FOREIGN as error:
+            processor = processors.load_processor(self.path)
+        except processors.FOREIGN as error:
             if "Missing optional dependencies: torchvision" in str(error):
                 raise FamilyError(
                     "transformers implements it with torchvision only, which is not installed here",
@@ -107,10 +96,10 @@ class Checkpoint:
                     "server and of the trainer",
                 ) from error
             raise FamilyError(
-                f"transformers cannot load it: {first_line(error)}",
+                f"transformers cannot load it: {processors.first_line(error)}",
                 "install the package that it names, complete the folder, or use another checkpoint",
             ) from error
-        check_processor(processor, self.path)
+        processors.check_processor(processor, self.path)
         return processor
 
     @cached_property
@@ -125,8 +114,9 @@ class Checkpoint:
         self, messages: list[dict[str, Any]], prompt: bool = True, tools: Tools | None = None
     ) -> tuple[str, list[int]]:
         """Return the text of a conversation, and its tokens from the checkpoint's own processor."""
-        text, inputs = apply_template(self.processor, self.template, messages, prompt, tools)
-        return text, [int(token) for token in np.asarray(inputs["input_ids"]).reshape(-1)]
+        conversation = (self.template, messages, prompt, tools)
+        text, inputs = processors.apply_template(self.processor, *conversation)
+        return text, np.asarray(inputs["input_ids"]).reshape(-1).tolist()
 
 
 def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:
@@ -176,9 +166,9 @@ def try_processor(checkpoint: Checkpoint, findings: Findings) -> Findings:
     settings = json.loads(images.to_json_string())
     return msgspec.structs.replace(
         findings,
-        torchvision=find_version("torchvision") if uses_torchvision(processor) else "",
+        torchvision=find_version("torchvision") if processors.uses_torchvision(processor) else "",
         processor=settings | {"class": type(images).__name__},
-        image_token=find_image_text(processor),
+        image_token=processors.find_image_text(processor),
         counts_tokens=hasattr(processor, "_get_num_multimodal_tokens"),
     )
 
@@ -239,7 +229,7 @@ def try_arrays(checkpoint: Checkpoint, findings: Findings) -> Findings:
             continue
         raw = [made[name] for made in processed.values()]
         if rule == "lines":
-            raw = [cut_patches(array[0], settings["patch"]) for array in raw]
+            raw = [processors.cut_patches(array[0], settings["patch"]) for array in raw]
         has_batch = fills or raw[0].ndim == 5
         has_batch = has_batch or (name != "pixel_values" and arrays[0].has_batch)
         entries = [array[0] if has_batch else array for array in raw]
@@ -325,7 +315,7 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
         sizes = [(ref.width, ref.height) for m in messages for ref in m.images]
         images = [Image.new("RGB", size) for size in sizes]
         given = [
-            {"role": m.role, "content": to_template_parts(m, images), **form_calls(m)}
+            {"role": m.role, "content": processors.to_template_parts(m, images), **form_calls(m)}
             | ({"reasoning_content": m.reasoning} if m.reasoning else {})
             for m in messages
         ]
@@ -345,8 +335,8 @@ def _check_prompt(checkpoint: Checkpoint, pad_id: int) -> None:
     processor = checkpoint.processor
     parts = [{"type": "text", "text": "7"}, {"type": "image", "image": Image.new("RGB", (64, 64))}]
     talk = [{"role": "user", "content": parts}]
-    text, encoded = apply_template(processor, checkpoint.template, talk)
-    before, mark, _ = text.partition(find_image_text(processor))
+    text, encoded = processors.apply_template(processor, checkpoint.template, talk)
+    before, mark, _ = text.partition(processors.find_image_text(processor))
     ids, kinds = (np.asarray(encoded.get(n, [])).reshape(-1) for n in ("input_ids", TOKEN_TYPES[0]))
     first = int((ids == pad_id).argmax())
     if mark and "7" in before and "7" not in processor.tokenizer.decode(ids[:first].tolist()):
@@ -414,7 +404,7 @@ trials pass."""
 
 def run_trials(path: Path) -> ProbeAnswer:
     """Run all trials. transformers' warnings about the tried images are hidden."""
-    load_processor.cache_clear()  # files may have changed
+    processors.load_processor.cache_clear()  # files may have changed
     checkpoint = Checkpoint(path)
     findings = Findings(source=digest_sources(path), transformers=find_version("transformers"))
     verbosity = transformers_logging.get_verbosity()

@@ -17,14 +17,8 @@ from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
 from sightline.families.registry import load_serving
+from sightline.inference import vllm_plugin as plugin
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.vllm_plugin import (
-    CONFIG_KEY,
-    LOAD_FORMAT,
-    LOGITS_PROCESSOR,
-    MIDDLEWARE,
-    WEIGHT_TRANSFER_BACKEND,
-)
 from sightline.media import is_address
 from sightline.rollout.engines import InferenceEngine
 from sightline.run.machine import build_environ, runs_on_cpu
@@ -78,9 +72,9 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     words += ["--limit-mm-per-prompt", json.dumps(serving.LIMIT_MM_PER_PROMPT)]
     words += ["--mm-processor-cache-gb", f"{spec.pixel_cache_bytes / GIBIBYTE:.6f}"]
-    words += ["--weight-transfer-config", json.dumps({"backend": WEIGHT_TRANSFER_BACKEND})]
-    words += ["--middleware", MIDDLEWARE, "--logits-processors", LOGITS_PROCESSOR]
-    words += ["--additional-config", json.dumps({CONFIG_KEY: ours})]
+    words += ["--weight-transfer-config", json.dumps({"backend": plugin.WEIGHT_TRANSFER_BACKEND})]
+    words += ["--middleware", plugin.MIDDLEWARE, "--logits-processors", plugin.LOGITS_PROCESSOR]
+    words += ["--additional-config", json.dumps({plugin.CONFIG_KEY: ours})]
     words += ["--uvicorn-log-level", "warning", "--disable-fastapi-docs"]
     words += serving.arguments(family)
     if inference.tls_cert:
@@ -88,7 +82,7 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
     if serving.HF_OVERRIDES:
         words += ["--hf-overrides", json.dumps(serving.HF_OVERRIDES)]
     if serving.MAPS_CHECKPOINT:
-        words += ["--load-format", LOAD_FORMAT]
+        words += ["--load-format", plugin.LOAD_FORMAT]
     if not spec.enable_prefix_caching:
         words.append("--no-enable-prefix-caching")
     if is_on_cpu:
