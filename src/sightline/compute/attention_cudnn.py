@@ -62,10 +62,8 @@ def decide_images(ends: Bounds, longest: int, total: int) -> bool:
         return False
     if ends not in _decision_by_bounds:
         rows = len(ends) - 1
-        is_even = rows * longest == total
-        _decision_by_bounds[ends] = (
-            is_even and total >= MIN_TOKENS and SHAPES.count_shape(rows, longest)
-        )
+        is_even = rows * longest == total >= MIN_TOKENS
+        _decision_by_bounds[ends] = is_even and SHAPES.count_shape(rows, longest)
     return bool(_decision_by_bounds[ends])
 
 

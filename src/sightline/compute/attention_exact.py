@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,24 +157,17 @@ class ExactPattern:
         self._lengths, self._device, self._dtype = np.array(lengths), device, dtype
         ends = np.cumsum(lengths)
         pages = -(-self._lengths // PAGE)
-        self._num_pages = int(pages.sum())
+        self._num_pages = num_pages = int(pages.sum())
         first = np.cumsum(pages) - pages
         # After its own pages, a sequence lists pages of others, which it does not see.
-        self._block_tables = np.minimum(
-            first[:, None] + np.arange(pages.max()), self._num_pages - 1
-        )
+        self._block_tables = np.minimum(first[:, None] + np.arange(pages.max()), num_pages - 1)
         inside = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
         self._places = copy_to_device(np.repeat(first * PAGE, lengths) + inside, device)
         self._tiles: dict[int, Tiles] = {}
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
-        def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend(q, k, v, scaling)
-
-        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.plain.attend(layer, q, k, v, scaling)
-
-        return call_exact(exact, plain, q, k, v)
+        exact = partial(self._attend, scaling=scaling)
+        return call_exact(exact, lambda *qkv: self.plain.attend(layer, *qkv, scaling), q, k, v)
 
     @cached_property
     def plain(self) -> AttentionPattern:

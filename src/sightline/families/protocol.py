@@ -240,15 +240,12 @@ class Forward(Protocol):
 
     def vision_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the vision tower's parameters and their names in the model."""
-        ...
 
     def blocks(self) -> list[torch.nn.Module]:
         """Return the decoder layers and vision blocks. Each is sharded and gathered as one unit."""
-        ...
 
     def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
         """Return the patches and grid of a small image. None if there is no vision tower."""
-        ...
 
     def encode(
         self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
@@ -257,7 +254,6 @@ class Forward(Protocol):
 
         Features of several layers may be concatenated. `hidden` splits them again.
         """
-        ...
 
     def hidden(
         self,
@@ -273,7 +269,6 @@ class Forward(Protocol):
         `attention` has the method `attend`, and the `state` of recurrent layers along a row. If
         `state` is None, the row is a pack, and `attention` has its `subtree_end`.
         """
-        ...
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]: ...
 

@@ -231,10 +231,8 @@ def _fill_constants(model: torch.nn.Module, std: float) -> None:
     Constants would hide bugs. With equal position embeddings, for example, no color is visible.
     """
     for parameter in model.parameters():
-        is_matrix_of_one_value = parameter.ndim > 1 and bool(
-            (parameter == parameter.flatten()[0]).all()
-        )
-        if is_matrix_of_one_value or not parameter.any():
+        is_constant = parameter.ndim > 1 and bool((parameter == parameter.flatten()[0]).all())
+        if is_constant or not parameter.any():
             torch.nn.init.normal_(parameter, std=std)
 
 

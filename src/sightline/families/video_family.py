@@ -194,9 +194,8 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
             where: dict[str, Any] = {"frames": of_step}
             if video.ref is None:
                 where = {"further": tuple(refs[number] for number in of_step[1:])}
-            step = VideoStep(
-                number=k, num_frames=num, seconds=self.temporal * seconds_per_frame, **where
-            )
+            seconds_per_step = self.temporal * seconds_per_frame
+            step = VideoStep(number=k, num_frames=num, seconds=seconds_per_step, **where)
             ref = video.ref or refs[of_step[0]]
             item = MediaItem(ref, self.name, grid, self.video_fingerprint, step=step)
             steps.append(ShownStep(item, self.tell_time(times)))

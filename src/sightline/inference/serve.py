@@ -125,9 +125,8 @@ def serve(spec: ServerSpec, build_engine: Callable[[ServerComponents], Engine]) 
     gc.collect()
     gc.freeze()
     server.engine.on_fatal_error = lambda: os._exit(ENGINE_DIED_EXIT_CODE)
-    print(
-        f"serving {spec.model.path} at {describe_link(host, port, has_tls=bool(tls))}", flush=True
-    )
+    link = describe_link(host, port, has_tls=bool(tls))
+    print(f"serving {spec.model.path} at {link}", flush=True)
     print("\n".join(components.renderer.describe()), flush=True)
     print(describe_prefix_reuse(components.family, spec.enable_prefix_caching), flush=True)
     _UvicornServer(config, server).run(sockets=[listening])

@@ -188,9 +188,8 @@ class InferenceServer:
     # --- weights and metrics
 
     async def _lease(self, http: Request) -> Response:
-        request = await self._read(
-            http, wire.LeaseRequest, "send the id of a run, and 0 to 3600 seconds"
-        )
+        fix = "send the id of a run, and 0 to 3600 seconds"
+        request = await self._read(http, wire.LeaseRequest, fix)
         self.lease.take(request)
         return json_response({"run": self.lease.holder, "seconds": request.seconds})
 

@@ -64,6 +64,7 @@ class RequestValidator:
         return self.check_request(self._decode(body))
 
     def check_request(self, request: GenerateRequest) -> ValidatedRequest:
+        params = request.sampling_params
         if len(request.request_id) > MAX_NAME_CHARS:
             problem = f"request_id: {len(request.request_id)} characters"
             raise build_engine_error("schema", problem, f"send at most {MAX_NAME_CHARS}")
@@ -71,15 +72,13 @@ class RequestValidator:
             problem = f"model: {request.model[:MAX_NAME_CHARS]!r} is not served here"
             fix = f"leave it out, or send one of: {', '.join(sorted(self.models))}"
             raise build_engine_error("model", problem, fix)
-        prompt = self._check_tokens(request.token_ids, request.sampling_params)
-        for name, allowed in _find_faults(request.sampling_params, self.vocab_size):
-            problem = f"sampling_params.{name}: {getattr(request.sampling_params, name)!r}"
+        prompt = self._check_tokens(request.token_ids, params)
+        for name, allowed in _find_faults(params, self.vocab_size):
+            problem = f"sampling_params.{name}: {getattr(params, name)!r}"
             raise build_engine_error("sampling", problem, f"send {allowed}")
         slots, keys = self._check_slots(request)
         self._check_pads(prompt, slots)
-        return ValidatedRequest(
-            prompt, slots, keys, request.sampling_params, request_id=request.request_id
-        )
+        return ValidatedRequest(prompt, slots, keys, params, request_id=request.request_id)
 
     def _decode(self, body: bytes) -> GenerateRequest:
         if excess := find_json_excess(body, self.max_model_len):

@@ -68,9 +68,7 @@ class TriedPattern:
         return (at[None] <= at[:, None]) & (at[:, None] < torch.from_numpy(self.subtree_end)[None])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.mask, scale=scaling, enable_gqa=True
-        )
+        return F.scaled_dot_product_attention(q, k, v, self.mask, scale=scaling, enable_gqa=True)
 
 
 class TriedCache:
@@ -90,9 +88,7 @@ class TriedCache:
             torch.cat([old[:, :, : self.start], new], dim=2) for old, new in pairs
         ]
         sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(self.start)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=sees, scale=scaling, enable_gqa=True
-        )
+        return F.scaled_dot_product_attention(q, k, v, sees, scale=scaling, enable_gqa=True)
 
 
 def try_packing(path: Path, config: Any, findings: Findings) -> tuple[str, str]:

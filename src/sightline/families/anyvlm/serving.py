@@ -120,10 +120,8 @@ class Serving(ServingSpec):
                 grid = grid[1:] * findings.rule_settings["patch"]
             fields[name] = EngineField(grid, is_flat=False, stays_on_host=True)
         if is_own:
-            num_tiles = np.array([len(patches)])
-            return fields | {
-                "num_patches": EngineField(num_tiles, is_flat=True, stays_on_host=True)
-            }
+            num_tiles = EngineField(np.array([len(patches)]), is_flat=True, stays_on_host=True)
+            return fields | {"num_patches": num_tiles}
         num_features = np.array(len(family.feature_offsets(item)))
         fields["num_image_patches"] = EngineField(num_features, is_flat=False, stays_on_host=True)
         return fields

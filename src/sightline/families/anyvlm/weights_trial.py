@@ -159,9 +159,8 @@ class WeightsTrial:
         def lengthen(num_words: int) -> list[Message]:
             return [*messages, assistant("no"), user(WORD * num_words + "why?")]
 
-        few, more = (
-            len(self._renderer.render_read(lengthen(n), None, True).token_ids) for n in (1, 101)
-        )
+        render = self._renderer.render_read
+        few, more = (len(render(lengthen(n), None, True).token_ids) for n in (1, 101))
         return lengthen(1 + max(0, (limit - few) * 100 // (more - few))), images
 
     def _build_row(self, talk: tuple[list[Message], list[Image.Image]], last: int) -> TriedRow:

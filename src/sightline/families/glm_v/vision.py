@@ -49,9 +49,8 @@ class GlmVFamily(VideoFamily[VideoSettings]):
         cls, raw: dict[str, Any], config: dict[str, Any], images: FrameSettings, path: Path
     ) -> VideoSettings | str:
         values = [raw.get(key) for key in ("video_processor_type", "processor_class")]
-        names = [name for name in values if name] or [
-            GLM_46V if config["model_type"] == "glm46v" else GLM_45V
-        ]
+        default = GLM_46V if config["model_type"] == "glm46v" else GLM_45V
+        names = [name for name in values if name] or [default]
         is_dynamic = names[0].startswith(GLM_46V)
         if not all(name.startswith(GLM_46V if is_dynamic else GLM_45V) for name in names):
             return f"its processors are {' and '.join(names)}, an untested combination"

@@ -146,9 +146,8 @@ class KimiK25Renderer(BaseRenderer):
         reasoning, rest = self._split_reasoning(ids)
         first = rest.index(self._calls_begin) if self._calls_begin in rest else len(rest)
         marks = (self._call_begin, self._call_end)
-        text, calls, malformed = parse_calls(
-            rest[first + 1 : -1], marks, self._tokenizer, self._parse_call
-        )
+        inner = rest[first + 1 : -1]
+        text, calls, malformed = parse_calls(inner, marks, self._tokenizer, self._parse_call)
         if text or not calls or rest[-1] != self._calls_end:
             calls, malformed = (), (self._tokenizer.decode(rest[first:]),) * (first < len(rest))
         content = self._tokenizer.decode(rest[:first] if calls else rest)

@@ -267,10 +267,8 @@ class ReasoningFormat(QwenRenderer):
     # -- parsing
 
     def split_reasoning(self, ids: list[int]) -> tuple[str | None, list[int]]:
-        marks = (self._think, self._end_think, self._call_start)
-        reasoning, rest = split_sampled_reasoning(
-            ids, self._tokenizer, marks, is_open=self.opens_reasoning
-        )
+        marks, is_open = (self._think, self._end_think, self._call_start), self.opens_reasoning
+        reasoning, rest = split_sampled_reasoning(ids, self._tokenizer, marks, is_open)
         return (reasoning or "").strip(self.stripped) or None, rest
 
     def strip_content(self, content: str) -> str:

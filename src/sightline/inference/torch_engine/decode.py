@@ -58,10 +58,8 @@ class CudaGraphDecoder:
         self._computed: set[tuple[int, int]] = set()
         self._generation = -1
         self._captures = self.device.type == "cuda"
-        # One more than there are rows, for idle places.
-        self._last_tokens = torch.zeros(
-            self.rows.num_rows + 1, dtype=torch.int64, device=self.device
-        )
+        num_places = self.rows.num_rows + 1  # one more than rows, for idle places
+        self._last_tokens = torch.zeros(num_places, dtype=torch.int64, device=self.device)
         self.num_passes = 0
         self.num_replayed = 0
 

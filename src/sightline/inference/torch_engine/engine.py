@@ -303,9 +303,8 @@ class TorchEngine(Engine):
         pairs = zip(rows.tolist(), step.requests, strict=True)
         is_live = np.array([running.get(row) is request for row, request in pairs], dtype=bool)
         if not is_live.all():
-            rows, at, tokens, logprobs, is_first = (
-                x[is_live] for x in (rows, at, tokens, logprobs, is_first)
-            )
+            kept = (x[is_live] for x in (rows, at, tokens, logprobs, is_first))
+            rows, at, tokens, logprobs, is_first = kept
         is_stopped = table.put(rows, at, tokens, logprobs)
         self.counters.sampled_tokens += len(rows)
         if self.runner.keeps_kv:

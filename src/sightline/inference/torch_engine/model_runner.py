@@ -237,10 +237,8 @@ class ModelRunner:
             count = min(int(plan.ends[i]), size - 1) - start
             if count > 0:
                 at, scored = int(plan.offsets[i]), slice(start + 1, start + 1 + count)
-                tokens = self.rows.tokens[row, scored]
-                request.prompt_logprobs[scored] = self._logprobs(
-                    hidden[at : at + count], tokens, request.params
-                )
+                states, tokens = hidden[at : at + count], self.rows.tokens[row, scored]
+                request.prompt_logprobs[scored] = self._logprobs(states, tokens, request.params)
 
     def _logprobs(
         self, hidden: Hidden, token_ids: Int[np.ndarray, " tokens"], params: SamplingParams

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from sightline.compute.weights_digest import splitmix64
 from sightline.inference.engine import EngineRequest
 from sightline.inference.torch_engine.prefix_cache import PromptKey
-from sightline.inference.torch_engine.sampling import splitmix64
 from sightline.pixels import Pixels
 from sightline.wire.generate import VersionSpan
 

@@ -17,11 +17,8 @@ from jaxtyping import Bool, Float, Float64, Int, UInt64
 from torch import Tensor
 
 from sightline.compute.logprobs import BannedIds, Logits, log_softmax, mask_banned
+from sightline.compute.weights_digest import GOLDEN, splitmix64
 from sightline.families.device_copy import copy_to_device
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class SamplingMetadata(NamedTuple):
@@ -42,18 +39,11 @@ class SamplingMetadata(NamedTuple):
         return SamplingMetadata(*(values[rows] for values in self))
 
 
-def splitmix64(values: np.ndarray) -> np.ndarray:
-    """Apply the finalizer of splitmix64 to uint64 values."""
-    values = (values ^ (values >> np.uint64(30))) * _MIX_1
-    values = (values ^ (values >> np.uint64(27))) * _MIX_2
-    return values ^ (values >> np.uint64(31))
-
-
 def draw_uniforms(
     seeds: UInt64[np.ndarray, " rows"], index: Int[np.ndarray, " rows"]
 ) -> Float64[np.ndarray, " rows"]:
     """Return numbers in [0, 1) that depend only on the mixed seed and the token index."""
-    bits = splitmix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    bits = splitmix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * GOLDEN)
     return (bits >> np.uint64(11)) * 2.0**-53
 
 

@@ -55,9 +55,8 @@ class FileWeightTransfer(symbols.WeightTransferEngine):
         symbols.forget_expert_kernels(self.model)
         # Restore the checkpoint's layout in layers that repacked their weights.
         symbols.initialize_layerwise_reload(self.model)
-        self.model.load_weights(
-            _read_tensors(files, base, update_info, Path(self.model_config.model))
-        )
+        path = Path(self.model_config.model)
+        self.model.load_weights(_read_tensors(files, base, update_info, path))
 
     def finish_weight_update(self) -> None:
         symbols.finalize_layerwise_reload(self.model, self.model_config)
