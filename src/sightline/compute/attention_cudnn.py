@@ -116,10 +116,8 @@ class PaddedRows:
     def attend(self, q: TokenQueries, k: TokenKeys, v: TokenKeys, scaling: float) -> TokenQueries:
         index = (self._tokens, self._places, None)
         qs, ks, vs = (_split(_MoveTokens.apply(x, *index), self._sizes) for x in (q, k, v))
-        parts = [
-            attend_equal_rows(q, k, v, scaling, rows, causal=True)
-            for rows, q, k, v in zip(self._num_rows, qs, ks, vs, strict=True)
-        ]
+        groups = zip(qs, ks, vs, self._num_rows, strict=True)
+        parts = [attend_equal_rows(q, k, v, scaling, rows, True) for q, k, v, rows in groups]
         padded = parts[0] if len(parts) == 1 else torch.cat(parts)
         return _MoveTokens.apply(padded, self._places, self._tokens, self._unused)
 

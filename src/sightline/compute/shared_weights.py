@@ -87,10 +87,8 @@ class SharedWeights(WeightPublisher):
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self._root = root
-        owner, self._label = (
-            os.open(root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            for name in (OWNER, LOCK)
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        owner, self._label = (os.open(root / name, flags, 0o644) for name in (OWNER, LOCK))
         for handle in (owner, self._label):
             weakref.finalize(self, os.close, handle)
         _lock(owner, fcntl.LOCK_EX)

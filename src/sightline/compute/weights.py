@@ -117,10 +117,8 @@ class StorePublisher(FilesPublisher):
         """Move the files of the manifest at `path` to the store, except parts it already has."""
         paths = [path.with_name(file.name) for file in manifest.files]
         stored = [store_file(self.blobs, file, self._sent).parts for file in paths]
-        files = [
-            structs.replace(file, parts=parts)
-            for file, parts in zip(manifest.files, stored, strict=True)
-        ]
+        pairs = zip(manifest.files, stored, strict=True)
+        files = [structs.replace(file, parts=parts) for file, parts in pairs]
         moved = structs.replace(manifest, files=files)
         write_atomic(path, msgspec.json.encode(moved))
         for file in paths:

@@ -62,10 +62,8 @@ def finish_digest(specs: list[TensorSpec], total: int) -> str:
 def describe_tensors(tensors: NamedTensors, dtype: torch.dtype | None = None) -> list[TensorSpec]:
     """List names, dtypes and shapes in the digest's order, floating tensors as `dtype` if given."""
     kinds = {name: resolve_dtype(tensor, dtype) for name, tensor in tensors.items()}
-    return [
-        TensorSpec(name, SAFETENSORS_DTYPES[kinds[name]], tuple(tensors[name].shape))
-        for name in sort_names(tensors, dtype)
-    ]
+    names = sort_names(tensors, dtype)
+    return [TensorSpec(n, SAFETENSORS_DTYPES[kinds[n]], tuple(tensors[n].shape)) for n in names]
 
 
 def count_rows(nbytes: int) -> int:

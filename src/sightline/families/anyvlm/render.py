@@ -337,10 +337,8 @@ class AnyVLMRenderer(TemplateComposer):
         composed = self._compose(messages, generation_prompt, tools)
         head = self._findings.first_ids
         run = self._encode(composed, messages, len(head))
-        trained = [
-            Span(run.find(start), run.find(end + len(self._closing)))
-            for start, end in composed.answers
-        ]
+        closing = len(self._closing)
+        trained = [Span(run.find(a), run.find(b + closing)) for a, b in composed.answers]
         return Rendered([*head, *run.ids], run.slots, run.find_spans(0, composed.ends), trained)
 
     def bridge_read(

@@ -124,10 +124,8 @@ class WeightsTrial:
         prompts = ends - NUM_DECODED
         steps = [0 * ends, prompts // 2, *(prompts + i for i in range(NUM_DECODED + 1))]
         for number, (starts, stops) in enumerate(zip(steps, steps[1:], strict=False)):
-            parts = [
-                (row, row.tokens[start:stop])
-                for row, start, stop in zip(rows, starts, stops, strict=True)
-            ]
+            spans = zip(rows, starts, stops, strict=True)
+            parts = [(row, row.tokens[start:stop]) for row, start, stop in spans]
             pattern = build(np.arange(len(rows)), starts, stops - starts)
             hidden = self._compute(parts, pattern)
             for i, row in enumerate(rows):

@@ -232,10 +232,8 @@ class Glm46V(BaseRenderer):
         if len(set(keys)) < len(keys):
             return None
         declared = get_parameters(tools, name)
-        arguments = {
-            key: parse_value(value, declared.get(key), _spell)
-            for key, value in zip(keys, values, strict=True)
-        }
+        pairs = zip(keys, values, strict=True)
+        arguments = {k: parse_value(value, declared.get(k), _spell) for k, value in pairs}
         encoded = json.dumps(arguments, ensure_ascii=False)
         return ToolCall(name=name, arguments=encoded) if is_whole_text(encoded) else None
 

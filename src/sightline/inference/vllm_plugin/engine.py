@@ -296,10 +296,8 @@ class VllmEngine(Engine):
         if mm_items is None:
             return None
         modality = self._items.family.modality
-        places = [
-            symbols.PlaceholderRange(slot.offset, slot.length, self._items.feature_mask(slot))
-            for slot in request.slots
-        ]
+        mask = self._items.feature_mask
+        places = [symbols.PlaceholderRange(s.offset, s.length, mask(s)) for s in request.slots]
         return symbols.mm_input(
             prompt_token_ids=token_ids,
             mm_kwargs=symbols.MultiModalKwargsItems({modality: mm_items}),
