@@ -206,10 +206,7 @@ class PackedPattern:
 
 
 class TreePattern:
-    """Tree attention with a plain mask per tree: q sees k if k <= q < subtree_end[k].
-
-    Trees of similar size are batched and padded to the largest of them.
-    """
+    """Tree attention with a plain mask per tree: q sees k if k <= q < subtree_end[k]."""
 
     state = None
 

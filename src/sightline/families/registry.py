@@ -217,8 +217,7 @@ def load_renderer(
     folder = _get_folder(path)
     with _refuse_broken(path):
         family = family or folder.load_family(path, {})
-        loaded = folder.load_renderer(path, family, resolver or ImageIngestor(store))
-    renderer = cast(Renderer, loaded)
+        renderer: Renderer = folder.load_renderer(path, family, resolver or ImageIngestor(store))
     renderer.max_model_len = max_model_len
     return renderer
 

@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -87,9 +87,6 @@ def _refuse_media(*_: object) -> NoReturn:
     raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
 
-_refuse_images: Any = _refuse_media  # untyped, to override any method
-
-
 class TextOnlyFamily(Family):
     shows_media = False
     video_refusal = "this checkpoint has no vision tower"
@@ -106,8 +103,8 @@ class TextOnlyFamily(Family):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, None, self.packing)
 
-    compute_layout = cut_patches = num_tokens = feature_offsets = _refuse_images
-    check_item = steps = step_patches = repeat_frame = _refuse_images
+    compute_layout = cut_patches = num_tokens = feature_offsets = cast(Any, _refuse_media)
+    check_item = steps = step_patches = repeat_frame = cast(Any, _refuse_media)
 
     def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         if slots:

@@ -171,11 +171,8 @@ class ImageTokens:
         return result
 
     def find_rule(self, findings: Findings) -> Findings:
-        """Return the findings with the first rule that matches the processor.
-
-        If there is none, use the first that is wrong only for images with a small side, and refuse
-        these images.
-        """
+        """Return the findings with the first rule that matches the processor, or the first one that
+        is wrong only for images with a small side."""
         differences, limited = [], []
         for rule, settings in find_candidates(self.processor):
             expansions = self._learn(rule, settings, findings.pad)

@@ -54,10 +54,7 @@ whether a user message follows."""
 
 
 def draw_history(num_messages: int, has_calls: bool = False) -> list[Message]:
-    """Return a conversation that alternates between user and assistant, with several images.
-
-    With `has_calls`, some answers are tool calls, and tool messages follow them.
-    """
+    """Return a conversation of a user and an assistant with several images and, maybe, calls."""
     answers = [TRIED_CALL, TRIED_ANSWER, assistant("b")] if has_calls else [assistant("b")]
     turns = [[user("a"), *answers], [user("c", _REF), *answers], [user(_REF, "d", _REF), *answers]]
     return [message for _ in range(4) for turn in turns for message in turn][:num_messages]

@@ -222,10 +222,10 @@ class KVCache:
             queries = np.arange(part.num_tokens)
             queries += np.repeat(offsets[~is_single] - part.offsets, part.counts)
             seen = StepPlan(part.rows, 0 * part.starts, part.ends, part.samples)
-            keys, num = copy(self.find_places(*seen.flat())), (part.counts, part.ends)
-            query_ends, key_ends = (copy(np.cumsum([0, *n]).astype(np.int32)) for n in num)
-            lengths = part.counts.tolist(), part.ends.tolist()
-            chunks = _Chunks(copy(queries), keys, *lengths, query_ends, key_ends)
+            keys, lengths = copy(self.find_places(*seen.flat())), (part.counts, part.ends)
+            query_ends, key_ends = (copy(np.cumsum([0, *n]).astype(np.int32)) for n in lengths)
+            num_queries, num_keys = (n.tolist() for n in lengths)
+            chunks = _Chunks(copy(queries), keys, num_queries, num_keys, query_ends, key_ends)
         return PagedPattern(self, places, singles, chunks)
 
 
@@ -262,8 +262,8 @@ class _Chunks:
         if is_supported(q):
             ends = self.query_ends, max(self.num_queries), True, self.key_ends, max(self.num_keys)
             return attend_varlen(q, k, pad_values(v, k), scaling, *ends)[..., : v.shape[-1]]
-        keys = k.split(self.num_keys), v.split(self.num_keys)
-        rows = zip(q.split(self.num_queries), *keys, strict=True)
+        pairs = k.split(self.num_keys), v.split(self.num_keys)
+        rows = zip(q.split(self.num_queries), *pairs, strict=True)
         return torch.cat([_attend_row(*row, scaling) for row in rows])
 
 
