@@ -198,10 +198,17 @@ class FlexTreePattern:
     state = None
 
     def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
+        from torch.nn.attention.flex_attention import BlockMask
+
         self.subtree_end = subtree_end
         padded = pad_subtree_ends(subtree_end)
-        self._end = copy_to_device(padded.astype(np.int32), device)
-        self._mask = _block_mask(padded, self._end, device)
+        self._end = end = copy_to_device(padded.astype(np.int32), device)
+
+        def sees(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q < end[k])
+
+        partial, full = (_list_blocks(blocks, device) for blocks in find_visible_blocks(padded))
+        self._mask = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         # Computed from shapes, not from a stored number, so that the compiler needs one graph.
@@ -230,16 +237,6 @@ def find_visible_blocks(
     some = before & (by_block.max(axis=1)[None, :] > first[:, None])
     full = before & (by_block.min(axis=1)[None, :] >= first[:, None] + BLOCK)
     return (some & ~full) | same, full
-
-
-def _block_mask(padded: np.ndarray, end: Tensor, device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    def sees(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < end[k])
-
-    partial, full = (_list_blocks(blocks, device) for blocks in find_visible_blocks(padded))
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
 
 def _list_blocks(

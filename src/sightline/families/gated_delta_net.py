@@ -271,10 +271,8 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
     except Exception as error:  # another version may raise anything
         problem = f"{type(error).__name__}: {error}"
     if problem:
-        print(
-            f"linear attention uses plain torch instead of flash-linear-attention: {problem}",
-            file=sys.stderr,
-        )
+        message = "linear attention uses plain torch instead of flash-linear-attention"
+        print(f"{message}: {problem}", file=sys.stderr)
     return None if problem else kernel
 
 

@@ -163,12 +163,11 @@ class VisionForward(TextForward):
         self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
     ) -> Float[Tensor, "visual_tokens features"]:
         rows = self.rows(patches).to(next(self._tower.parameters()).dtype)
-        inputs = {
-            name: copy_to_device(value, rows.device) if isinstance(value, np.ndarray) else value
-            for name, value in self._tower_inputs(tuple(grids)).items()
-        }
-        sizes = {"grid_thw": torch.tensor(grids)}  # on the host by default
-        return self.get_features(self._tower(rows, **{**sizes, **inputs}))
+        inputs = {"grid_thw": torch.tensor(grids)}  # on the host by default
+        for name, value in self._tower_inputs(tuple(grids)).items():
+            is_array = isinstance(value, np.ndarray)
+            inputs[name] = copy_to_device(value, rows.device) if is_array else value
+        return self.get_features(self._tower(rows, **inputs))
 
 
 def join_layers(

@@ -60,11 +60,9 @@ def find_candidates(processor: Any) -> Iterator[tuple[str, dict[str, int]]]:
     if height and get("min_patches"):
         tiles = {"min_tiles": images.min_patches, "max_tiles": images.max_patches}
         yield "tiles_by_aspect", {**tiles, "tile_height": height, "tile_width": size["width"]}
-    limits = {
-        "min_pixels": get("min_pixels") or size.get("shortest_edge"),
-        "max_pixels": get("max_pixels") or edge,
-    }
-    if get("merge_size") and get("patch_size") and all(limits.values()):
+    least, most = get("min_pixels") or size.get("shortest_edge"), get("max_pixels") or edge
+    if get("merge_size") and get("patch_size") and least and most:
+        limits = {"min_pixels": least, "max_pixels": most}
         patches = {"patch": images.patch_size, "merge": images.merge_size, **limits}
         yield "patches", patches
         yield "patches", patches | {"enlarges": 1}

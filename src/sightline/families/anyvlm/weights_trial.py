@@ -8,7 +8,7 @@ engine's KV cache: prefilled in two steps, and then decoded token by token.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -215,25 +215,17 @@ class WeightsTrial:
         device = self._parameter.device
         token_ids = np.concatenate([row.token_ids[tokens] for row, tokens in parts])
         along = np.concatenate([row.positions[:, tokens] for row, tokens in parts], axis=1)
-        features, places = None, np.concatenate(list(_find_places(parts)))
+        masks = [np.isin(tokens, row.pads) for row, tokens in parts]
+        places, features = np.flatnonzero(np.concatenate(masks)), None
         if len(places):
-            features = torch.cat(
-                [
-                    row.features[np.searchsorted(row.pads, tokens[np.isin(tokens, row.pads)])]
-                    for row, tokens in parts
-                    if row.features is not None
-                ]
-            )
+            shown = [
+                row.features[np.searchsorted(row.pads, tokens[mask])]
+                for (row, tokens), mask in zip(parts, masks, strict=True)
+                if row.features is not None
+            ]
+            features = torch.cat(shown)
         ids, axes, at = (torch.from_numpy(x).to(device) for x in (token_ids, along, places))
         return self.forward.hidden(ids[None], axes[:, None], features, at, pattern)[0]
-
-
-def _find_places(parts: list[PackRow]) -> Iterator[np.ndarray]:
-    """Yield the indices of each row's image tokens in the run."""
-    start = 0
-    for row, tokens in parts:
-        yield start + np.flatnonzero(np.isin(tokens, row.pads))
-        start += len(tokens)
 
 
 def _draw_conversation() -> tuple[list[Message], list[Image.Image]]:

@@ -111,9 +111,7 @@ class RowTable:
         self.min_p[row] = params.min_p
         assert request.seed is not None
         self.seed[row : row + 1] = splitmix64(np.array([request.seed], dtype=np.uint64))
-        self._fill_stops(row, params.stop_token_ids)
-
-    def _fill_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        stop_ids = params.stop_token_ids
         if len(stop_ids) > self.stops.shape[1]:
             more = len(stop_ids) - self.stops.shape[1]
             self.stops = np.pad(self.stops, ((0, 0), (0, more)), constant_values=NO_TOKEN)
