@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from sightline.compute.broadcast import BroadcastReceiver
     from sightline.compute.tensor_file import Gather, NamedTensors
 
+    OpenedTensors = AbstractContextManager[NamedTensors]
+
 AUTO, SHARED = "auto", "ipc"
 ENTRY_POINT_GROUP = "sightline.weight_transports"
 BUILT_IN = {
@@ -84,9 +86,7 @@ class WeightTransport(ABC):
         """Return rank 0's side of the transport."""
 
     @abstractmethod
-    def open_tensors(
-        self, folder: Path, manifest: Manifest
-    ) -> AbstractContextManager[NamedTensors]:
+    def open_tensors(self, folder: Path, manifest: Manifest) -> OpenedTensors:
         """Return the tensors of a manifest in `folder`, checked against its digest.
 
         They may become invalid after the `with` block. A server reuses the same object.
@@ -176,9 +176,7 @@ class IpcTransport(WeightTransport):
 
         return SharedWeights(run_dir.weights)
 
-    def open_tensors(
-        self, folder: Path, manifest: Manifest
-    ) -> AbstractContextManager[NamedTensors]:
+    def open_tensors(self, folder: Path, manifest: Manifest) -> OpenedTensors:
         from sightline.compute.shared_weights import map_shared
 
         return map_shared(folder.parent, manifest)
@@ -190,9 +188,7 @@ class WeightReceiver:
     def __init__(self) -> None:
         self._transports: dict[str, WeightTransport] = {}
 
-    def open_tensors(
-        self, folder: Path, manifest: Manifest
-    ) -> AbstractContextManager[NamedTensors]:
+    def open_tensors(self, folder: Path, manifest: Manifest) -> OpenedTensors:
         name = manifest.transport
         if name not in self._transports:
             try:
