@@ -112,13 +112,10 @@ class _ExactLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
         needs = ctx.needs_input_grad
-        return (
-            grads[0] @ weight if needs[0] else None,
-            grad.T @ x.flatten(0, -2) if needs[1] else None,
-            grad.sum(0) if ctx.has_bias and needs[2] else None,
-            None,
-            None,
-        )
+        x_grad = grads[0] @ weight if needs[0] else None
+        weight_grad = grad.T @ x.flatten(0, -2) if needs[1] else None
+        bias_grad = grad.sum(0) if ctx.has_bias and needs[2] else None
+        return x_grad, weight_grad, bias_grad, None, None
 
 
 def _multiply_with_gradient(

@@ -104,17 +104,15 @@ def build_recurrence_plan(
     steps = [np.where(parents < 0, total, parents)]
     while len(steps) < window - 1:
         steps.append(np.append(steps[0], total)[steps[-1]])
+    copy = partial(copy_to_device, device=device)
     return RecurrencePlan(
-        ancestors=copy_to_device(np.stack(steps), device),
-        chunks=copy_to_device(np.where(is_real, tokens, 0), device),
-        is_real=copy_to_device(is_real[..., None].astype(np.float32), device),
-        parents=[
-            copy_to_device(ranks - first, device)
-            for ranks, first in zip(going_on[1:], firsts[:-1], strict=True)
-        ],
+        ancestors=copy(np.stack(steps)),
+        chunks=copy(np.where(is_real, tokens, 0)),
+        is_real=copy(is_real[..., None].astype(np.float32)),
+        parents=[copy(r - first) for r, first in zip(going_on[1:], firsts[:-1], strict=True)],
         level_sizes=sizes.tolist(),
-        places=copy_to_device(places, device),
-        bounds=copy_to_device(np.array([0, *parts, total]), device) if is_flat else None,
+        places=copy(places),
+        bounds=copy(np.array([0, *parts, total])) if is_flat else None,
     )
 
 

@@ -296,12 +296,9 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
         Messages with the same rendering are then equal, so that histories can be matched.
         """
         keeps_name = self.shows_names or message.role in self.unsupported_names
-        return msgspec.structs.replace(
-            message,
-            content=join_texts(message.content),
-            reasoning=message.reasoning or None,
-            name=message.name if keeps_name else None,
-        )
+        name, reasoning = message.name if keeps_name else None, message.reasoning or None
+        content = join_texts(message.content)
+        return msgspec.structs.replace(message, content=content, reasoning=reasoning, name=name)
 
     def check_conversation(self, messages: Sequence[Message]) -> None:
         """Raise MessageError for an incomplete conversation. Not called for new messages alone."""
@@ -350,11 +347,9 @@ class BaseRenderer(MessageRenderer):
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
     ) -> Rendered:
-        context = RenderContext(
-            messages,
-            history_end=self.find_history_end(messages),
-            following="assistant" if generation_prompt else None,
-        )
+        history_end = self.find_history_end(messages)
+        following = "assistant" if generation_prompt else None
+        context = RenderContext(messages, history_end=history_end, following=following)
         emitter = Emitter(self._tokenizer, max_model_len=self.max_model_len)
         # If the head contains no message, the first message's span includes the head.
         first = self.emit_head(emitter, context, tools)

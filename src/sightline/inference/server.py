@@ -270,12 +270,10 @@ class InferenceServer:
 async def _answer_unserved(http: Request, error: Exception) -> Response:
     """Return the error response for an unknown path or method."""
     is_method = isinstance(error, HTTPException) and error.status_code == 405
-    refusal = build_engine_error(
-        "method" if is_method else "unknown_url",
-        f"{http.method} {http.url.path[:80]!r} is not served here",
-        "POST /v1/chat/completions or /inference/v1/generate; docs/serving_api.md lists all paths",
-    )
-    return _respond(http.url.path, refusal)
+    kind = "method" if is_method else "unknown_url"
+    problem = f"{http.method} {http.url.path[:80]!r} is not served here"
+    fix = "POST /v1/chat/completions or /inference/v1/generate; docs/serving_api.md lists all paths"
+    return _respond(http.url.path, build_engine_error(kind, problem, fix))
 
 
 def _respond(path: str, error: SightlineError) -> Response:

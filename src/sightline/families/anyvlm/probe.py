@@ -267,11 +267,9 @@ def try_positions(checkpoint: Checkpoint, findings: Findings) -> Findings:
     ids = torch.zeros(1, 20, dtype=torch.long)
     for slot in slots:
         ids[0, slot.offset : slot.end] = findings.pad_id
+    kinds, grids = (ids == findings.pad_id).int(), torch.tensor([grid, grid])
     theirs, _ = checkpoint.base.get_rope_index(
-        ids,
-        mm_token_type_ids=(ids == findings.pad_id).int(),
-        image_grid_thw=torch.tensor([grid, grid]),
-        attention_mask=torch.ones_like(ids),
+        ids, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=torch.ones_like(ids)
     )
     if findings.rule != "patches" or not np.array_equal(theirs[:, 0].numpy(), ours):
         raise FamilyError("the model gives image tokens positions that are not MRoPE", UNSUPPORTED)

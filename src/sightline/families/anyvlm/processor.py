@@ -164,12 +164,9 @@ def _import_processor(name: str) -> Any:
 
 def process(processor: Any, image: Image.Image) -> tuple[dict[str, np.ndarray], str]:
     """Return the arrays of one image, and the text that represents it in a prompt."""
-    outputs = processor(
-        images=[[image]],
-        text=[find_image_text(processor)],
-        return_tensors="pt" if uses_torchvision(processor) else "np",
-        return_text_replacement_offsets=True,
-    )
+    kind = "pt" if uses_torchvision(processor) else "np"
+    options = {"return_tensors": kind, "return_text_replacement_offsets": True}
+    outputs = processor(images=[[image]], text=[find_image_text(processor)], **options)
     texts = outputs.pop("text_replacement_offsets")
     if [len(parts) for parts in texts] != [1]:
         counts = ", ".join(str(len(parts)) for parts in texts)
@@ -222,15 +219,9 @@ def apply_template(
     forms = [{**message, "content": _hide_images(message["content"])} for message in messages]
     values: dict[str, Any] = dict(processor.tokenizer.special_tokens_map)
     text = template.render(forms, tools, prompt, **values)
-    inputs = processor.apply_chat_template(
-        messages,
-        chat_template="{{ rendered_text }}",
-        rendered_text=text,
-        tokenize=True,
-        return_dict=True,
-        processor_kwargs=process_options(processor),
-        **options,
-    )
+    options |= {"tokenize": True, "return_dict": True}
+    options |= {"processor_kwargs": process_options(processor), "rendered_text": text}
+    inputs = processor.apply_chat_template(messages, chat_template="{{ rendered_text }}", **options)
     return text, inputs
 
 

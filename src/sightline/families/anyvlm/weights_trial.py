@@ -165,7 +165,7 @@ class WeightsTrial:
         """Render a conversation, and compute its features and the model's `last` logits, or all."""
         messages, images = talk
         rendered = self._renderer.render_read(messages, None, True)
-        slots, features = rendered.slots, None
+        token_ids, slots, features = rendered.token_ids, rendered.slots, None
         pads = [slot.offset + self.family.feature_offsets(slot.item) for slot in slots]
         if slots:
             items = [slot.item for slot in slots]
@@ -174,14 +174,11 @@ class WeightsTrial:
             )
             stacked = torch.from_numpy(patches).to(self._parameter.device)
             features = self.forward.encode(stacked, [item.grid for item in items])
-        return TriedRow(
-            np.array(rendered.token_ids),
-            self.family.positions(len(rendered.token_ids), slots)[0].astype(np.int64),
-            np.concatenate(pads) if pads else np.zeros(0, dtype=np.int64),
-            features,
-            slots[-1].end if slots else 0,
-            self._run_model(rendered.token_ids, images, messages, last),
-        )
+        positions = self.family.positions(len(token_ids), slots)[0].astype(np.int64)
+        places = np.concatenate(pads) if pads else np.zeros(0, dtype=np.int64)
+        fork = slots[-1].end if slots else 0
+        logits = self._run_model(token_ids, images, messages, last)
+        return TriedRow(np.array(token_ids), positions, places, features, fork, logits)
 
     def _run_model(
         self, token_ids: list[int], images: list[Image.Image], messages: list[Message], last: int

@@ -86,10 +86,6 @@ def plan_memory(device: str, limit: int, inference: InferenceConfig) -> int:
             "the KV cache",
             "raise [inference] gpu_memory_utilization",
         )
-    print(
-        f"memory of {device}: {limit / 1e9:.1f} GB for this server; {parts}, up to "
-        f"{left / 1e9:.1f} GB of KV cache",
-        file=sys.stderr,
-        flush=True,
-    )
+    plan = f"{limit / 1e9:.1f} GB for this server; {parts}, up to {left / 1e9:.1f} GB of KV cache"
+    print(f"memory of {device}: {plan}", file=sys.stderr, flush=True)
     return left
