@@ -185,8 +185,6 @@ def check_parameters(own: NamedTensors, tensors: NamedTensors) -> None:
         raise WeightsError(problem, "serve the checkpoint that the trainer trains")
     for name, parameter in own.items():
         if parameter.shape != tensors[name].shape:
-            raise WeightsError(
-                f"{name} has shape {tuple(tensors[name].shape)}, "
-                f"the model's is {tuple(parameter.shape)}",
-                "serve the checkpoint that the trainer trains",
-            )
+            shape, expected = tuple(tensors[name].shape), tuple(parameter.shape)
+            problem = f"{name} has shape {shape}, the model's is {expected}"
+            raise WeightsError(problem, "serve the checkpoint that the trainer trains")

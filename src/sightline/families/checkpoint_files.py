@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,10 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
     import huggingface_hub
 
     files = [*CONFIG_FILES, *(WEIGHT_FILES if with_weights else ())]
+    download = partial(huggingface_hub.snapshot_download, match[1], revision=match[2])
     for is_local in (True, False):
         try:
-            folder = Path(
-                huggingface_hub.snapshot_download(
-                    match[1], revision=match[2], allow_patterns=files, local_files_only=is_local
-                )
-            )
+            folder = Path(download(allow_patterns=files, local_files_only=is_local))
         except (OSError, ValueError) as error:
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             continue

@@ -223,14 +223,12 @@ class Family(ABC):
 
     def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
         """Return uint8 patches (num_patches, values per patch) of an image from `store.image`."""
-        ref = item.ref
-        if image.size != (ref.width, ref.height):
-            raise Misaligned(
-                f"image {ref.digest[:12]} has size {image.size}, but its ref says "
-                f"{(ref.width, ref.height)}",
-                "decode it with store.image, which applies the EXIF orientation",
-            )
-        return self.cut_patches(image, self.layout(ref.width, ref.height))
+        size = (item.ref.width, item.ref.height)
+        if image.size != size:
+            problem = f"image {item.ref.digest[:12]} has size {image.size}, but its ref says {size}"
+            fix = "decode it with store.image, which applies the EXIF orientation"
+            raise Misaligned(problem, fix)
+        return self.cut_patches(image, self.layout(*size))
 
 
 class Forward(Protocol):

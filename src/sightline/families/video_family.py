@@ -218,11 +218,9 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
             seconds = [n / fps for n in numbers]
             per_frame = 1 / (len(numbers) / total * fps) if numbers else 1.0
         if len(numbers) < self.temporal:
-            raise MediaRefused(
-                f"the video has {len(numbers)} frames, and this model needs at least "
-                f"{self.temporal}",
-                "send it as an image",
-            )
+            least, count = self.temporal, len(numbers)
+            problem = f"the video has {count} frames, and this model needs at least {least}"
+            raise MediaRefused(problem, "send it as an image")
         if per_frame * self.temporal > MAX_STEP_S:
             problem = f"the video has {per_frame:.1f} seconds between frames, too many"
             raise MediaRefused(problem, "give times in seconds, or send its frames as images")

@@ -121,12 +121,11 @@ class RequestValidator:
             return [], []
         modality = self.family.modality
         if not self.family.shows_media or request.features.mm_hashes.keys() - {modality}:
-            raise build_engine_error(
-                "slots",
-                f"features: this checkpoint takes {modality if self.family.shows_media else 'no'}"
-                f" media, the request has {sorted(request.features.mm_hashes)}",
-                "render with the renderer of the served checkpoint",
-            )
+            allowed = modality if self.family.shows_media else "no"
+            sent = sorted(request.features.mm_hashes)
+            problem = f"features: this checkpoint takes {allowed} media, the request has {sent}"
+            fix = "render with the renderer of the served checkpoint"
+            raise build_engine_error("slots", problem, fix)
         num = sum(map(len, request.features.kwargs_data.values()))
         if num > len(request.token_ids):
             problem = f"features.kwargs_data: {num} items for {len(request.token_ids)} tokens"

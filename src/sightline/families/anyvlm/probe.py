@@ -319,12 +319,9 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
         ]
         _, theirs = checkpoint.encode(given, prompt, tools)
         if ours != theirs:
-            before, we_write, they_write = find_split(renderer, ours, theirs)
-            raise FamilyError(
-                f"after {before!r} transformers writes {they_write!r}, and our renderer "
-                f"{we_write!r}",
-                UNSUPPORTED,
-            )
+            before, own, other = find_split(renderer, ours, theirs)
+            problem = f"after {before!r} transformers writes {other!r}, and our renderer {own!r}"
+            raise FamilyError(problem, UNSUPPORTED)
     return findings
 
 

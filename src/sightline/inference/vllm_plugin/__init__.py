@@ -78,9 +78,7 @@ def register() -> None:
 
     try:
         symbols.WeightTransferEngineFactory.register_engine(
-            WEIGHT_TRANSFER_BACKEND,
-            "sightline.inference.vllm_plugin.weight_transfer",
-            "FileWeightTransfer",
+            WEIGHT_TRANSFER_BACKEND, f"{__name__}.weight_transfer", "FileWeightTransfer"
         )
     except ValueError:  # vLLM may call this several times in one process
         return

@@ -143,12 +143,8 @@ def exec_vllm(spec: ServerSpec) -> None:
     roots = [r if is_address(r) else str(Path(r).absolute()) for r in spec.media_roots]
     folders = {"weights": spec.weights, "weights_root": spec.weights_root}
     paths = {name: path.absolute() for name, path in folders.items() if path is not None}
-    spec = spec.replace(
-        port=listening.getsockname()[1],
-        media_roots=roots,
-        path=str(spec.model_path.absolute()),
-        **paths,
-    )
+    path, port = str(spec.model_path.absolute()), listening.getsockname()[1]
+    spec = spec.replace(port=port, media_roots=roots, path=path, **paths)
     words = build_vllm_command(spec, python)
     die_with_parent()
     sys.stdout.flush()
