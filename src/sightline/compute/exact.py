@@ -214,9 +214,8 @@ def find_rows(name: str, module: Any, device: torch.device, dtype: torch.dtype) 
 
 def _is_same(x: Tensor, whole: Tensor, num: int, *how: Any) -> bool:
     """Return whether the first and last `num` rows, computed alone, equal those of `whole`."""
-    return torch.equal(multiply(x[:num], *how), whole[:num]) and torch.equal(
-        multiply(x[-num:], *how), whole[-num:]
-    )
+    first, last = multiply(x[:num], *how), multiply(x[-num:], *how)
+    return torch.equal(first, whole[:num]) and torch.equal(last, whole[-num:])
 
 
 # --- passes

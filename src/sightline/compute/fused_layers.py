@@ -62,9 +62,8 @@ def _find_replacement(module: Any, exact: bool) -> Callable[[Any, bool], Callabl
         ):
             return _build_attention
     elif _is_plain(module, "gate_proj", "up_proj", "down_proj"):
-        if isinstance(getattr(module, "act_fn", None), nn.SiLU) or (
-            type(getattr(module, "act_fn", None)).__name__ == "SiLUActivation"
-        ):
+        act = getattr(module, "act_fn", None)
+        if isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation":
             return _build_mlp
     elif _is_plain(module, "qkv", "proj"):
         width = getattr(module, "head_dim", None)

@@ -214,9 +214,8 @@ def apply_delta_rule(
     parts = (q * kept, k * left, total_decay, written, predicted, within)
     levels = zip(*(x.split(plan.level_sizes) for x in parts), strict=True)
     state, outs = None, []
-    for parents, (read, keys, remains, writes, predicts, sees) in zip(
-        [None, *plan.parents], levels, strict=True
-    ):
+    above = [None, *plan.parents]
+    for parents, (read, keys, remains, writes, predicts, sees) in zip(above, levels, strict=True):
         if state is None:
             new, out = writes, sees @ writes
             state = keys.transpose(-1, -2) @ new

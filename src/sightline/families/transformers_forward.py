@@ -69,10 +69,9 @@ class TextForward:
             if len(layers) > 1:
                 options["visual_pos_masks"] = feature_indices
                 options["deepstack_visual_embeds"] = list(layers[1:])
-        if self._recurrent_window and attention.state is None:
-            options["recurrence"] = build_recurrence_plan(
-                attention.subtree_end, self._recurrent_window, embeds.device
-            )
+        if (window := self._recurrent_window) and attention.state is None:
+            plan = build_recurrence_plan(attention.subtree_end, window, embeds.device)
+            options["recurrence"] = plan
         along_axes = positions if len(positions) > 1 else positions[0]
         out = self._text(inputs_embeds=embeds, position_ids=along_axes, **options)
         return out.last_hidden_state

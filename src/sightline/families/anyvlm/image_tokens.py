@@ -246,9 +246,8 @@ class ImageTokens:
             return None if both else f"{width}x{height} is refused by one of the two"
         arrays, text = processed
         pieces, num_rows = predicted
-        if pieces == split_pieces(text, family.findings.pad) and (
-            num_rows is None or num_rows == count_rows(arrays)
-        ):
+        has_same_rows = num_rows is None or num_rows == count_rows(arrays)
+        if pieces == split_pieces(text, family.findings.pad) and has_same_rows:
             return None
         return f"{width}x{height} becomes {text.count(family.findings.pad)} tokens"
 

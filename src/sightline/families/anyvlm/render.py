@@ -68,18 +68,12 @@ class AnyVLMRenderer(TemplateComposer):
     format_name = "the checkpoint's chat template"
     format_reason = "its trials passed"
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        family: AnyVLMFamily,
-        resolver: ImageResolver,
-        template: ChatTemplate,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, family: AnyVLMFamily, resolver: ImageResolver) -> None:
         findings: Findings = family.findings
         super().__init__(tokenizer, family, resolver, findings.vocab_size)
         self._images = family
         self._findings = findings
-        self._template = template
+        self._template = self.find_template(family.path)
         self._added = tokenizer.added_pattern
         self._part_roles = self._find_part_roles()
         self.pad_token_ids = (findings.pad_id, *self._find_marks())
@@ -96,8 +90,7 @@ class AnyVLMRenderer(TemplateComposer):
         cls, path: Path, family: AnyVLMFamily, resolver: ImageResolver | None = None
     ) -> AnyVLMRenderer:
         """Load the renderer of a folder. Messages that only contain refs need no resolver."""
-        template = cls.find_template(path)
-        return cls(Tokenizer(path), family, cast(ImageResolver, resolver), template)
+        return cls(Tokenizer(path), family, cast(ImageResolver, resolver))
 
     @staticmethod
     def find_template(path: Path) -> ChatTemplate:

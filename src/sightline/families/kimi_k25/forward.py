@@ -30,11 +30,9 @@ class KimiK25Forward(VisionForward):
     def compute_tower_inputs(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
         sizes = torch.tensor(grids)
         learned = self._tower.patch_embed.pos_emb
+        mode, align = learned.interpolation_mode, learned.interpolation_align_corners
         indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            sizes,
-            learned.num_grid_per_side,
-            mode=learned.interpolation_mode,
-            align_corners=learned.interpolation_align_corners,
+            sizes, learned.num_grid_per_side, mode=mode, align_corners=align
         )
         ends = vision_utils.get_vision_cu_seqlens(sizes, merge_temporal=True)
         merged = modeling.get_vision_temporal_merge_index(sizes, *self._tower.merge_kernel_size)

@@ -103,14 +103,9 @@ def _map_parameter(
         # transformers' row for each published row, in which rotated pairs are adjacent
         turned = np.arange(shape[0]).reshape(heads, 2, -1).transpose(0, 2, 1).reshape(-1)
         keys, values = (source.replace("q_proj", f"{letter}_proj") for letter in "kv")
-        yield (
-            f"vision_tower.encoder.blocks.{match[1]}.wqkv.{match[2]}",
-            [
-                ParameterSlice(source, rows=turned),
-                ParameterSlice(keys, rows=turned),
-                ParameterSlice(values),
-            ],
-        )
+        parts = [ParameterSlice(part, rows=turned) for part in (source, keys)]
+        name = f"vision_tower.encoder.blocks.{match[1]}.wqkv.{match[2]}"
+        yield name, [*parts, ParameterSlice(values)]
     elif not KEYS_VALUES.fullmatch(source):
         yield _rename(source), [ParameterSlice(source)]
 

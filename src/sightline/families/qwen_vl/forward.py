@@ -19,12 +19,10 @@ class QwenVLForward(VisionForward):
         tower, sizes = self._tower, torch.tensor(grids)
         inputs: dict[str, Any] = super().compute_tower_inputs(grids)
         if hasattr(tower, "pos_embed"):
+            mode, align = tower.interpolation_mode, tower.interpolation_align_corners
+            side, merge = tower.num_grid_per_side, tower.spatial_merge_size
             indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-                sizes,
-                num_grid_per_side=tower.num_grid_per_side,
-                mode=tower.interpolation_mode,
-                align_corners=tower.interpolation_align_corners,
-                spatial_merge_size=tower.spatial_merge_size,
+                sizes, side, mode=mode, align_corners=align, spatial_merge_size=merge
             )
             inputs |= {"interp_indices": indices, "interp_weights": weights}
         if hasattr(tower, "window_size"):

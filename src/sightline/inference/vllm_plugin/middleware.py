@@ -110,22 +110,14 @@ def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
     serving = load_serving(path, family, takes_updates=False)
     vision = serving.vision_prefixes(family)
     images = client.model_config.multimodal_config  # None for a text-only model
-    items = MultiModalItems(
-        family=family,
-        serving=serving,
-        materializer=components.build_materializer(),
-        pool=ThreadPoolExecutor(spec.num_pixel_threads, thread_name_prefix="items"),
-        normalizes=images is not None and images.mm_device_do_normalize,
-        cache=client.renderer.mm_processor_cache,
-    )
-    updater = WeightUpdater(
-        client=client,
-        model=path,
-        parameters=empty_parameters(path, family),
-        vision=vision,
-        manifest=Manifest(version=0, vision_version=0, files=[], run=spec.run_id),
-        vision_digest=vision_digest(open_checkpoint(path), vision),
-    )
+    normalizes = images is not None and images.mm_device_do_normalize
+    pool = ThreadPoolExecutor(spec.num_pixel_threads, thread_name_prefix="items")
+    materializer, cache = components.build_materializer(), client.renderer.mm_processor_cache
+    items = MultiModalItems(family, serving, materializer, pool, normalizes, cache)
+    manifest = Manifest(version=0, vision_version=0, files=[], run=spec.run_id)
+    digest = vision_digest(open_checkpoint(path), vision)
+    parameters = empty_parameters(path, family)
+    updater = WeightUpdater(client, path, parameters, vision, manifest, digest)
     max_image_tokens = client.input_processor.mm_encoder_cache_size
     sampled_tokens = symbols.read_sampled_tokens
     return VllmEngine(client, items, updater, spec, max_image_tokens, sampled_tokens)
