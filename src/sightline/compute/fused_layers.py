@@ -50,30 +50,24 @@ def fuse_layers(model: nn.Module, exact: bool = False) -> int:
 
 
 def _find_replacement(module: Any, exact: bool) -> Callable[[Any, bool], Callable[..., Any]] | None:
+    width, weight = (getattr(module, name, None) for name in ("head_dim", "weight"))
+    # The kernel processes a head as one block, whose width must be a power of two in Triton.
+    is_block = isinstance(width, int) and width.bit_count() == 1
     if _is_plain(module, "q_proj", "k_proj", "v_proj", "o_proj"):
-        # Gated queries and sliding windows are not supported. The kernel processes a head as one
-        # block, whose width must be a power of two in Triton.
-        width = getattr(module, "head_dim", None)
-        if (
-            module.q_proj.out_features == module.o_proj.in_features
-            and not getattr(module, "sliding_window", None)
-            and isinstance(width, int)
-            and width.bit_count() == 1
-        ):
+        # Gated queries and sliding windows are not supported.
+        is_gated = module.q_proj.out_features != module.o_proj.in_features
+        if is_block and not is_gated and not getattr(module, "sliding_window", None):
             return _build_attention
     elif _is_plain(module, "gate_proj", "up_proj", "down_proj"):
         act = getattr(module, "act_fn", None)
         if isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation":
             return _build_mlp
     elif _is_plain(module, "qkv", "proj"):
-        width = getattr(module, "head_dim", None)
-        if isinstance(width, int) and width.bit_count() == 1:
+        if is_block:
             return _build_image_attention
     elif exact and type(module) is nn.LayerNorm and module.bias is not None:
         return _build_layer_norm
-    elif hasattr(module, "variance_epsilon") and isinstance(
-        getattr(module, "weight", None), nn.Parameter
-    ):
+    elif hasattr(module, "variance_epsilon") and isinstance(weight, nn.Parameter):
         return _build_norm
     return None
 
@@ -207,9 +201,8 @@ def plain_rotate(
 
     def rotate(x: Tensor) -> Tensor:
         low, high = (x if rounds else x.float()).chunk(2, dim=-1)
-        (cos_low, cos_high), (sin_low, sin_high) = (
-            angle[:, None].chunk(2, dim=-1) for angle in (cos, sin)
-        )
+        angles = (angle[:, None].chunk(2, dim=-1) for angle in (cos, sin))
+        (cos_low, cos_high), (sin_low, sin_high) = angles
         turned = low * cos_low - high * sin_low, high * cos_high + low * sin_high
         return torch.cat(turned, dim=-1).to(q.dtype)
 

@@ -36,8 +36,6 @@ from sightline.wire.weights import Adapter
 
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 """Suffixes of the names of a parameter's adapter tensors."""
-
-
 LayerAdapter = tuple[Tensor, Tensor, float]
 """A, B and s of a linear layer, which has them as its attribute `adapter`."""
 

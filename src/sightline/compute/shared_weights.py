@@ -152,10 +152,9 @@ def map_shared(root: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
     They do not change until the end of the `with` block, which waits for the device.
     """
     memory = manifest.read_payload(SharedMemory)
-    missing = WeightsGone(
-        f"version {manifest.label} is no longer in the trainer's memory",
-        "wait for the next version, or resume the run if its trainer ended",
-    )
+    problem = f"version {manifest.label} is no longer in the trainer's memory"
+    fix = "wait for the next version, or resume the run if its trainer ended"
+    missing = WeightsGone(problem, fix)
     if not (root / LOCK).is_file() or not (root / OWNER).is_file():
         raise missing
     with open_file(root / LOCK) as label, open_file(root / OWNER) as owner:

@@ -82,8 +82,6 @@ TREE_PACKING = Packing("tree", "every layer takes an attention mask")
 EXACT_PACKING = Packing(
     "flat", "with [model] exact, a tree would sum a token's keys in another order"
 )
-
-
 Division = Literal["columns", "rows"]
 TensorPlan = Mapping[str, Mapping[str, Division]]
 """How the matrices of each module of a decoder layer are divided, by the paths of modules in a

@@ -83,10 +83,8 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
 
     shows_names: ClassVar[bool] = False
     """Whether a message's name is written. Otherwise it is dropped, as in the template."""
-
     unsupported_names: frozenset[str] = frozenset()
     """The roles for which the chat template writes a name, but this renderer does not."""
-
     header: list[int]
     """The ids that open the assistant's turn. Every prompt ends with them."""
     end_id: int
@@ -162,9 +160,8 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
             return Refused("stop_in_reasoning")
         read = [self._read(m, f"new_messages[{i}]") for i, m in enumerate(new_messages)]
         stop = completion_ids[-1] if stopped else None
-        if stop in self.openers.values() and stop != self.get_turn_end(read[0].role):
-            return Refused("history_rewritten")
-        if self.rewrites_history(prompt_ids, ids, read):
+        opens_other = stop in self.openers.values() and stop != self.get_turn_end(read[0].role)
+        if opens_other or self.rewrites_history(prompt_ids, ids, read):
             return Refused("history_rewritten")
         return self.bridge_read(prompt_ids, completion_ids, read)
 

@@ -77,8 +77,9 @@ class ServerLease:
         self.run = request.run if request.seconds else ""
         self.until = time.monotonic() + request.seconds
 
-    def check(self, run: str) -> None:
-        """Raise unless `run` took the last lease, or is empty and no lease is active."""
+    def check(self, manifest: Manifest) -> None:
+        """Raise unless the manifest's run took the last lease, or is empty and none is active."""
+        run = manifest.run
         if run != self.run and (run or self.holder):
             raise self._refusal(run)
 
@@ -200,14 +201,14 @@ class InferenceServer:
             if request.content is not None:
                 return self._adopt_from_store(request.content)
             path = resolve_manifest(request.manifest, self.weights_root)
-            return self.engine.adopt(path, self._check_lease)
+            return self.engine.adopt(path, self.lease.check)
 
         async with self._adopting:
             manifest = await asyncio.to_thread(adopt)
         return json_response({"version": manifest.label, "vision_version": manifest.vision_version})
 
     def _adopt_from_store(self, manifest: Manifest) -> Manifest:
-        self._check_lease(manifest)
+        self.lease.check(manifest)
         assert self.fetcher is not None
         try:
             path = self.fetcher.fetch(manifest)
@@ -219,12 +220,9 @@ class InferenceServer:
         except OSError as error:
             fix = "free space on the server's disk, or repair it"
             raise build_engine_error(wire.WEIGHTS_UNAVAILABLE, str(error), fix) from error
-        adopted = self.engine.adopt(path, self._check_lease)  # again: the fetch takes time
+        adopted = self.engine.adopt(path, self.lease.check)  # again: the fetch takes time
         self.fetcher.keep_only(path, manifest)
         return adopted
-
-    def _check_lease(self, manifest: Manifest) -> None:
-        self.lease.check(manifest.run)
 
     async def _read(self, http: Request, kind: type[Body], fix: str) -> Body:
         body = await read_body(http)

@@ -84,9 +84,8 @@ class TriedCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         cached = self._cached.get(layer, [k[:, :, :0], v[:, :, :0]])
         pairs = zip(cached, (k, v), strict=True)
-        k, v = self._cached[layer] = [
-            torch.cat([old[:, :, : self.start], new], dim=2) for old, new in pairs
-        ]
+        joined = (torch.cat([old[:, :, : self.start], new], dim=2) for old, new in pairs)
+        k, v = self._cached[layer] = list(joined)
         sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(self.start)
         return F.scaled_dot_product_attention(q, k, v, sees, scale=scaling, enable_gqa=True)
 

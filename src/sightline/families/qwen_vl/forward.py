@@ -41,9 +41,8 @@ def load(
     model = load_model(auto, path, device, dtype, attention)
     text_config = model.config.get_text_config()
     kinds = getattr(text_config, "layer_types", None)
-    if "sliding_attention" in (kinds or ()) or (
-        kinds is None and getattr(text_config, "sliding_window", None)
-    ):
+    has_window = kinds is None and getattr(text_config, "sliding_window", None)
+    if has_window or "sliding_attention" in (kinds or ()):
         fix = "set use_sliding_window to false in config.json if the model was trained without it"
         raise FamilyError(f"{path}: layers with a sliding window are not supported", fix)
     if isinstance(family, QwenVLFamily):

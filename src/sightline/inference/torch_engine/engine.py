@@ -97,13 +97,11 @@ class TorchEngine(Engine):
         self._receiver = WeightReceiver()
         self._seeds = random.SystemRandom()
         self.features = FeatureCache(spec.inference.feature_cache_mb * MEBIBYTE)
-        inference = spec.inference
+        inference, exact = spec.inference, spec.model.exact
         rows = RowTable(inference.max_num_seqs, inference.max_model_len, family.num_axes)
         kind = RecurrentModelRunner if family.packing.carries_state else ModelRunner
         kind = WholeRowRunner if family.packing.kind == "rows" else kind
-        self.runner = kind(
-            forward, family, self.features, rows, banned, spec.model.exact, max_kv_bytes
-        )
+        self.runner = kind(forward, family, self.features, rows, banned, exact, max_kv_bytes)
         self._event = threading.Event()
         self.observer = EngineObserver(self.busy, self.runner.take_vision_seconds, self.counters)
         self.scheduler = Scheduler(

@@ -32,7 +32,6 @@ from sightline.wire.weights import Manifest
 
 FLUSH_S = 0.3
 """Seconds between refusing requests at shutdown and closing connections."""
-
 ENGINE_CHECK_S = 1.0
 
 
