@@ -89,11 +89,8 @@ def build_tiles(
     places[queries[inside <= last]] = np.flatnonzero(inside <= last)
     first_seen = starts[row] + nth * num_queries + 1
     seq_lens = np.minimum(first_seen + num_queries - 1, (starts + counts)[row])
-    arrays = (queries, places, block_tables[row], first_seen, seq_lens)
-    return Tiles(
-        *(copy_to_device(x, device) for x in arrays[:2]),
-        *(copy_to_device(x.astype(np.int32), device) for x in arrays[2:]),
-    )
+    narrow = (x.astype(np.int32) for x in (block_tables[row], first_seen, seq_lens))
+    return Tiles(*(copy_to_device(x, device) for x in (queries, places, *narrow)))
 
 
 def attend_run(

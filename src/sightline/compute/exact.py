@@ -88,11 +88,9 @@ def _check_kind(forward: Forward, device: torch.device, dtype: torch.dtype) -> N
     inside = {id(p) for module in convolutions for p in module.parameters()}
     stacked = [n for n, p in forward.model.named_parameters() if p.ndim > 2 and id(p) not in inside]
     if stacked:
-        raise ConfigError(
-            f"[model] exact = true does not work with {stacked[0]}, which holds several matrices: "
-            "the number of rows of each depends on other rows",
-            "choose a model without experts, or remove exact",
-        )
+        why = "which holds several matrices: the number of rows of each depends on other rows"
+        problem = f"[model] exact = true does not work with {stacked[0]}, {why}"
+        raise ConfigError(problem, "choose a model without experts, or remove exact")
 
 
 # --- products of matrices

@@ -151,11 +151,9 @@ def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> N
             raise _shape_error(name, tensor.shape, base[name].shape)
     for name, scale in adapter.scales.items():
         a, b, weight = tensors[name + LORA_A], tensors[name + LORA_B], base[name]
-        if (
-            weight.dim() != 2
-            or a.shape != (len(a), weight.shape[1])
-            or b.shape != (weight.shape[0], len(a))
-        ):
+        rank = a.shape[:1]
+        expected = (*weight.shape[:1], *rank), (*rank, *weight.shape[1:])
+        if weight.dim() != 2 or (b.shape, a.shape) != expected:
             raise _shape_error(name, (*b.shape, *a.shape), weight.shape)
         if not math.isfinite(scale):
             raise WeightsError(f"{name} is adapted by {scale} B A", "publish the version again")

@@ -90,10 +90,9 @@ def read_gpu_memory(device: str) -> int:
 def describe_gpus() -> str:
     """Describe the GPUs that torch sees and their memory. Empty for none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)) for i in range(count)]
-    return ", ".join(
-        f"{n} ({free / 1e9:.0f} of {all_ / 1e9:.0f} GB free)" for n, (free, all_) in names
-    )
+    gpus = ((torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i)) for i in range(count))
+    texts = (f"{n} ({free / 1e9:.0f} of {size / 1e9:.0f} GB free)" for n, free, size in gpus)
+    return ", ".join(texts)
 
 
 def empty_parameters(path: str | Path, family: Family) -> dict[str, Tensor]:

@@ -33,7 +33,6 @@ MAX_CHUNK = 64
 """The maximum number of tokens in a chunk, as in transformers."""
 EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as in transformers."""
-
 TOLERANCE = 2e-2
 """The allowed error of a kernel, relative to the norm of the float32 result in plain torch."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)

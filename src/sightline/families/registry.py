@@ -240,11 +240,8 @@ def load_serving(model: str | Path, family: Family, takes_updates: bool = True) 
             'set [inference] engine = "torch", or add the file (docs/internals/adding_a_family.md)',
         )
     if family.position_limit:
-        raise FamilyError(
-            f"{model}: vLLM scales the rotary frequencies of this checkpoint in another way than "
-            "transformers",
-            'set [inference] engine = "torch"',
-        )
+        how = "scales the rotary frequencies of this checkpoint in another way than transformers"
+        raise FamilyError(f"{model}: vLLM {how}", 'set [inference] engine = "torch"')
     serving = cast(ServingSpec, _import_family_file(family.name, "serving").Serving())
     serving.check_servable(resolve_checkpoint(model), takes_updates)
     return serving

@@ -41,7 +41,6 @@ _TOOLS = (
 )
 _ARGUMENTS = '{"at": "a \\"b\\"\\n c", "n": 3, "deep": {"x": [1, true, null]}, "yes": true}'
 _REF = MediaRef(digest="0" * 64, mime="image/png", width=64, height=96, nbytes=1)
-
 _SPELLED = "a tool's answer from a user"
 """The conversation in which a text contains a mark. The mark stays text in our rendering, but the
 template turns it into a token."""

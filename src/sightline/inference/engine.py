@@ -195,9 +195,8 @@ class Engine(ABC):
         if self.num_waiting and self._count_waiting_with(len(requests)) > most:
             problem = f"{self.num_waiting} requests are waiting, the limit is {most}"
         elif self.num_waiting and self.waiting_bytes + more > most_bytes:
-            problem = (
-                f"{self.waiting_bytes} bytes of requests are waiting, the limit is {most_bytes}"
-            )
+            held = self.waiting_bytes
+            problem = f"{held} bytes of requests are waiting, the limit is {most_bytes}"
         else:
             return
         raise build_engine_error("overloaded", problem, "retry later, or send fewer at once")

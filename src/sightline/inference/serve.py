@@ -48,13 +48,11 @@ class ServerComponents:
     @classmethod
     def load(cls, spec: ServerSpec, store: MediaStore | None = None) -> ServerComponents:
         """Load the checkpoint's family and renderer. `store` replaces the one in the spec."""
-        store = store or spec.open_store()
-        family = load_family(spec.model.path, **spec.model.overrides())
+        path, store = spec.model.path, store or spec.open_store()
+        family = load_family(path, **spec.model.overrides())
         check_length(family.position_limit, spec.inference.max_model_len)
         images = ImageIngestor(store, takes_addresses=False)
-        renderer = load_renderer(
-            spec.model.path, store, family, images, spec.inference.max_model_len
-        )
+        renderer = load_renderer(path, store, family, images, spec.inference.max_model_len)
         return cls(spec, store, family, renderer)
 
     def build_materializer(self) -> Materializer:

@@ -264,7 +264,8 @@ class TorchEngine(Engine):
             scheduler.abort(self._pending_cancels.popleft())
         scheduler.admit()
         scheduler.start_loaded()
-        table, active = scheduler.rows, scheduler.active()
+        table, running = scheduler.rows, scheduler.running
+        active = np.fromiter(running, dtype=np.int64, count=len(running))
         if self._in_flight is not None:
             active = active[table.length[active] < table.limit[active]]
         if not len(active):

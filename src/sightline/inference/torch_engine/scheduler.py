@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
-
 from sightline.compute.feature_cache import FeatureCache
 from sightline.errors import EngineError
 from sightline.families import Family
@@ -51,9 +49,6 @@ class Scheduler:
         """Total bytes of all requests that have stopped waiting."""
         self.prefixes = PrefixCache()
         self.prompts = PromptRows()
-
-    def active(self) -> np.ndarray:
-        return np.fromiter(self.running, dtype=np.int64, count=len(self.running))
 
     # --- admission
 
