@@ -51,12 +51,10 @@ def _divide_module(module: nn.Module, plan: Mapping[str, Division], mesh: Device
         dim = {"columns": 0, "rows": 1}.get(division or "")
         for parameter in part.parameters(recurse=False) if dim is not None else ():
             if parameter.ndim <= cast(int, dim) or parameter.shape[cast(int, dim)] % mesh.size():
-                raise ConfigError(
-                    f"{type(module).__name__}.{name} has a parameter of shape "
-                    f"{tuple(parameter.shape)}, which {mesh.size()} ranks cannot divide by "
-                    f"{division}",
-                    "set [trainer] tensor_parallel = 1",
-                )
+                shape, size = tuple(parameter.shape), mesh.size()
+                what = f"{type(module).__name__}.{name} has a parameter of shape {shape}"
+                problem = f"{what}, which {size} ranks cannot divide by {division}"
+                raise ConfigError(problem, "set [trainer] tensor_parallel = 1")
         divide_parameters(part, mesh, Replicate() if dim is None else Shard(dim))
         if next(part.parameters(recurse=False), None) is not None:
             part.forward = partial(_compute, part, division, group)

@@ -213,11 +213,9 @@ def load_transport(name: str) -> WeightTransport:
     """Return a new instance of the transport with this name."""
     points = list_plugins(ENTRY_POINT_GROUP, BUILT_IN)
     if name not in points:
-        raise ConfigError(
-            f"{name[:100]!r} is not a weight transport",
-            f"set [trainer] publish to one of {', '.join(sorted(points))}, or install the package "
-            "that provides it",
-        )
+        known = ", ".join(sorted(points))
+        fix = f"set [trainer] publish to one of {known}, or install the package that provides it"
+        raise ConfigError(f"{name[:100]!r} is not a weight transport", fix)
     transport: WeightTransport = points[name].load()()
     transport.name = name
     return transport

@@ -181,11 +181,9 @@ def check_vision_config(vision_config: dict[str, Any], path: Path, **expected: i
     for key, ours in expected.items():
         theirs = vision_config.get(key, ours)
         if theirs not in (ours, [ours, ours]):
-            raise FamilyError(
-                f"{path}: the processor settings say {ours}, but config.json says "
-                f"vision_config.{key} = {theirs}",
-                "copy preprocessor_config.json from the same checkpoint",
-            )
+            other = f"config.json says vision_config.{key} = {theirs}"
+            problem = f"{path}: the processor settings say {ours}, but {other}"
+            raise FamilyError(problem, "copy preprocessor_config.json from the same checkpoint")
 
 
 def _read_channels(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:

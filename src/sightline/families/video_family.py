@@ -260,11 +260,10 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         assert step is not None
         sizes = {frame.size for frame in frames}
         if len(frames) != self.temporal or sizes != {(ref.width, ref.height)}:
-            raise Misaligned(
-                f"{item.name}: got {len(frames)} frames of {sorted(sizes)}, but it has "
-                f"{self.temporal} of {(ref.width, ref.height)}",
-                "read the frames that the item names",
-            )
+            expected = f"{self.temporal} of {(ref.width, ref.height)}"
+            given = f"{len(frames)} frames of {sorted(sizes)}"
+            problem = f"{item.name}: got {given}, but it has {expected}"
+            raise Misaligned(problem, "read the frames that the item names")
         layout = self._lay_out_frames(ref.width, ref.height, step.num_frames)
         cut = [self.cut_patches(frame, layout) for frame in frames]
         by_channel = [patches.reshape(len(patches), 3, -1) for patches in cut]

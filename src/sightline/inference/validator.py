@@ -97,12 +97,10 @@ class RequestValidator:
             problem = f"sampling_params.max_tokens: {params.max_tokens}"
             raise build_engine_error("sampling", problem, "ask for 1 or more")
         if len(token_ids) + params.max_tokens > self.max_model_len:
-            raise build_engine_error(
-                "too_long",
-                f"token_ids: {len(token_ids)} tokens plus max_tokens = {params.max_tokens} exceed "
-                f"max_model_len = {self.max_model_len}",
-                "shorten the prompt, lower max_tokens, or serve with a larger max_model_len",
-            )
+            total = f"{len(token_ids)} tokens plus max_tokens = {params.max_tokens}"
+            problem = f"token_ids: {total} exceed max_model_len = {self.max_model_len}"
+            fix = "shorten the prompt, lower max_tokens, or serve with a larger max_model_len"
+            raise build_engine_error("too_long", problem, fix)
         try:
             wide = np.array(token_ids, dtype=np.int64)
         except OverflowError:
@@ -145,12 +143,10 @@ class RequestValidator:
             raise build_engine_error("slots", f"{path}: {error.problem}", error.fix) from error
         length = self.family.num_tokens(slot.item)
         if slot.length != length:
-            raise build_engine_error(
-                "slots",
-                f"features.mm_placeholders.{modality}[{i}]: {slot.length} tokens, but its grid "
-                f"{slot.item.grid} needs {length}",
-                "expand every image into as many pads as its grid needs",
-            )
+            place, grid = f"features.mm_placeholders.{modality}[{i}]", slot.item.grid
+            problem = f"{place}: {slot.length} tokens, but its grid {grid} needs {length}"
+            fix = "expand every image into as many pads as its grid needs"
+            raise build_engine_error("slots", problem, fix)
 
     def _check_pads(self, prompt: np.ndarray, slots: list[Slot]) -> None:
         """Raise unless the pads of the prompt are exactly the tokens in the slots."""

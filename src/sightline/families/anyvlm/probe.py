@@ -122,11 +122,8 @@ class Checkpoint:
 def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:
     model, config = checkpoint.model, checkpoint.config
     if find_encoder(model) is None:
-        raise FamilyError(
-            f"{type(model).__name__} has no get_image_features, so image features cannot be "
-            "computed apart from the text",
-            UNSUPPORTED,
-        )
+        why = "so image features cannot be computed apart from the text"
+        raise FamilyError(f"{type(model).__name__} has no get_image_features, {why}", UNSUPPORTED)
     decoder = find_text(model)
     if not hasattr(decoder, "embed_tokens"):
         raise FamilyError(
@@ -244,11 +241,9 @@ def try_arrays(checkpoint: Checkpoint, findings: Findings) -> Findings:
             counts = [len(entry) for entry in entries]
         shapes = {entry.shape[1:] for entry in entries}
         if len(shapes) > 1 or len(fill_values) > 1 or [len(entry) for entry in entries] != counts:
-            raise FamilyError(
-                f"the shape of {name} depends on the image size in an unsupported way: "
-                f"{sorted(shapes)[:3]}",
-                UNSUPPORTED,
-            )
+            examples = sorted(shapes)[:3]
+            problem = f"the shape of {name} depends on the image size in an unsupported way"
+            raise FamilyError(f"{problem}: {examples}", UNSUPPORTED)
         is_ones = name != "pixel_values" and all(bool((e == 1).all()) for e in entries)
         fill = int(fill_values.pop()) if fill_values else None
         dtype = entries[0].dtype.name
@@ -335,11 +330,9 @@ def _check_prompt(checkpoint: Checkpoint, pad_id: int) -> None:
     ids, kinds = (np.asarray(encoded.get(n, [])).reshape(-1) for n in ("input_ids", TOKEN_TYPES[0]))
     first = int((ids == pad_id).argmax())
     if mark and "7" in before and "7" not in processor.tokenizer.decode(ids[:first].tolist()):
-        raise FamilyError(
-            f"{type(processor).__name__} moves every image to the start of the prompt, so a later "
-            "turn with an image would change the tokens of earlier turns",
-            UNSUPPORTED,
-        )
+        why = "so a later turn with an image would change the tokens of earlier turns"
+        what = f"{type(processor).__name__} moves every image to the start of the prompt"
+        raise FamilyError(f"{what}, {why}", UNSUPPORTED)
     takes_kinds = TOKEN_TYPES[0] in inspect.signature(type(checkpoint.base).forward).parameters
     if takes_kinds and len(kinds) and not np.array_equal(kinds, ids == pad_id):
         raise FamilyError(

@@ -99,11 +99,9 @@ def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
     tokens = {int(token_id): token for token_id, token in raw.items()}
     for token_id in tokens:
         if not first <= token_id < first + NUM_SPECIAL_TOKENS:
-            raise FamilyError(
-                f"{file}: token {token_id} is not among the {NUM_SPECIAL_TOKENS} ids after the "
-                f"{first} ranks",
-                "copy tokenizer_config.json from the same checkpoint",
-            )
+            reserved = f"the {NUM_SPECIAL_TOKENS} ids after the {first} ranks"
+            problem = f"{file}: token {token_id} is not among {reserved}"
+            raise FamilyError(problem, "copy tokenizer_config.json from the same checkpoint")
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
         {

@@ -81,11 +81,9 @@ def plan_memory(device: str, limit: int, inference: InferenceConfig) -> int:
     left = limit - weight_bytes - spare
     parts = f"{weight_bytes / 1e9:.1f} GB of weights, {spare / 1e9:.1f} GB of work space"
     if left <= 0:
-        raise ConfigError(
-            f"the server's {limit / 1e9:.1f} GB of {device} hold {parts}, and no room is left for "
-            "the KV cache",
-            "raise [inference] gpu_memory_utilization",
-        )
+        held = f"the server's {limit / 1e9:.1f} GB of {device} hold {parts}"
+        problem = f"{held}, and no room is left for the KV cache"
+        raise ConfigError(problem, "raise [inference] gpu_memory_utilization")
     plan = f"{limit / 1e9:.1f} GB for this server; {parts}, up to {left / 1e9:.1f} GB of KV cache"
     print(f"memory of {device}: {plan}", file=sys.stderr, flush=True)
     return left
