@@ -7,7 +7,7 @@ logprobs                                 logprobs under the distribution that wa
 feature_cache                            a cache of image features
 tensor_file, checkpoint_files            safetensors written and read tensor by tensor
 weights, lora_weights                    published versions: files, manifests, adapters
-weight_transport                         how versions travel from trainer to servers
+weight_transport, built_in_transports    how versions travel from trainer to servers
 broadcast, tcp_store                     versions sent without files
 shared_weights, weights_digest           versions in shared memory, and the digest of weights
 """

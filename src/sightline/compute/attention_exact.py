@@ -164,7 +164,11 @@ class ExactPattern:
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         exact = partial(self._attend, scaling=scaling)
-        return call_exact(exact, lambda *qkv: self.plain.attend(layer, *qkv, scaling), q, k, v)
+
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.plain.attend(layer, q, k, v, scaling)
+
+        return call_exact(exact, plain, q, k, v)
 
     @cached_property
     def plain(self) -> AttentionPattern:

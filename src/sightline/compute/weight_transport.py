@@ -13,22 +13,20 @@ so they accept only registered names.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from sightline.config import RunFile
 from sightline.errors import ConfigError, WeightsError
-from sightline.media.stored_file import open_blobs
 from sightline.run import RunDir
 from sightline.wire.weights import FILES, Manifest
 
 if TYPE_CHECKING:
     import torch
 
-    from sightline.compute.broadcast import BroadcastReceiver
     from sightline.compute.tensor_file import Gather, NamedTensors
 
     OpenedTensors = AbstractContextManager[NamedTensors]
@@ -36,10 +34,10 @@ if TYPE_CHECKING:
 AUTO, SHARED = "auto", "ipc"
 ENTRY_POINT_GROUP = "sightline.weight_transports"
 BUILT_IN = {
-    FILES: "sightline.compute.weight_transport:FilesTransport",
-    "store": "sightline.compute.weight_transport:StoreTransport",
-    "broadcast": "sightline.compute.weight_transport:BroadcastTransport",
-    SHARED: "sightline.compute.weight_transport:IpcTransport",
+    FILES: "sightline.compute.built_in_transports:FilesTransport",
+    "store": "sightline.compute.built_in_transports:StoreTransport",
+    "broadcast": "sightline.compute.built_in_transports:BroadcastTransport",
+    SHARED: "sightline.compute.built_in_transports:IpcTransport",
 }
 
 
@@ -110,76 +108,6 @@ class WeightTransport(ABC):
     def _list_others(self, ability: str) -> str:
         names = [name for name in list_transports() if getattr(load_transport(name), ability)]
         return "set publish = " + " or ".join(f'"{name}"' for name in names)
-
-
-# --- the built-in transports, whose code needs torch and is imported on first use
-
-
-class FilesTransport(WeightTransport):
-    """Files in the run directory, which the trainer and the servers share."""
-
-    has_files = True
-
-    def open_publisher(self, config: RunFile, run_dir: RunDir) -> WeightPublisher:
-        from sightline.compute.weights import FilesPublisher
-
-        return FilesPublisher(run_dir.weights)
-
-    @contextmanager
-    def open_tensors(self, folder: Path, manifest: Manifest) -> Iterator[NamedTensors]:
-        from sightline.compute.weights import read_tensors
-
-        yield read_tensors(folder, manifest)
-
-
-class StoreTransport(FilesTransport):
-    """Files in the store at `[media] root`. Servers download them before reading."""
-
-    sends_manifest = reaches_other_machines = True
-
-    def open_publisher(self, config: RunFile, run_dir: RunDir) -> WeightPublisher:
-        from sightline.compute.weights import StorePublisher
-
-        token = config.media.read_token(for_control=True)
-        blobs = open_blobs(config.media.root or run_dir.media, token)
-        return StorePublisher(run_dir.weights, blobs)
-
-
-class BroadcastTransport(WeightTransport):
-    """torch.distributed over gloo. Limited to one machine, as connections are unauthenticated."""
-
-    sends_manifest = is_sent_once = True
-    _receiver: BroadcastReceiver | None = None
-
-    def open_publisher(self, config: RunFile, run_dir: RunDir) -> WeightPublisher:
-        from sightline.compute.broadcast import Broadcaster
-
-        return Broadcaster(run_dir.weights, config.trainer.address, len(config.server_names))
-
-    @contextmanager
-    def open_tensors(self, folder: Path, manifest: Manifest) -> Iterator[NamedTensors]:
-        from sightline.compute.broadcast import BroadcastReceiver
-
-        if self._receiver is None:
-            self._receiver = BroadcastReceiver()
-        yield self._receiver.receive(manifest)
-
-
-class IpcTransport(WeightTransport):
-    """Memory that the trainer shares with the servers on its machine."""
-
-    keeps_copy = True
-    takes_adapters = False
-
-    def open_publisher(self, config: RunFile, run_dir: RunDir) -> WeightPublisher:
-        from sightline.compute.shared_weights import SharedWeights
-
-        return SharedWeights(run_dir.weights)
-
-    def open_tensors(self, folder: Path, manifest: Manifest) -> OpenedTensors:
-        from sightline.compute.shared_weights import map_shared
-
-        return map_shared(folder.parent, manifest)
 
 
 class WeightReceiver:

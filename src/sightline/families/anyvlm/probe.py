@@ -399,10 +399,12 @@ def run_trials(path: Path) -> ProbeAnswer:
     transformers_logging.set_verbosity_error()
     try:
         for name, trial in TRIALS:
-            with refuse_errors(path):
-                findings = trial(checkpoint, findings)
-    except SightlineError as error:
-        return ProbeAnswer(problem=f"the {name} trial failed: {error.problem}", fix=error.fix)
+            try:
+                with refuse_errors(path):
+                    findings = trial(checkpoint, findings)
+            except SightlineError as error:
+                problem = f"the {name} trial failed: {error.problem}"
+                return ProbeAnswer(problem=problem, fix=error.fix)
     finally:
         transformers_logging.set_verbosity(verbosity)
     return ProbeAnswer(findings)

@@ -271,8 +271,8 @@ class VllmEngine(Engine):
             name = f"sl-{next(self._request_numbers)}"
             shard = self._choose_shard(request.request_id)
             outputs = self._client.generate(prompt, params, name, data_parallel_rank=shard)
-            async for final in outputs:
-                pass  # only the last output is complete
+            async for output in outputs:
+                final = output
         finally:
             request.is_running = False
             self._note_busy(-1)

@@ -100,7 +100,7 @@ class MultiModalItems:
                 for other in inserted:
                     self.cache.invalidate(other)
                 return None
-            new = None if is_held else (new_items[key], [])
+            new: Any = None if is_held else (new_items[key], [])
             entries.append(self.cache.get_and_update_item(new, key)[0])
             if not is_held:
                 inserted.append(key)
