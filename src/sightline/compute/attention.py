@@ -85,10 +85,8 @@ def _attention_forward(
         among_images = attend_images_exact if exact else attend_images
         out = among_images(query, key, value, scaling, cu_seq_lens_q, max_length_q)
     else:
-        raise FamilyError(
-            f"{type(module).__name__} attends without a pattern",
-            "pass attention= to Forward.hidden",
-        )
+        problem = f"{type(module).__name__} attends without a pattern"
+        raise FamilyError(problem, "pass attention= to Forward.hidden")
     return out.transpose(1, 2), None
 
 
@@ -208,10 +206,7 @@ class PackedPattern:
 
 
 class TreePattern:
-    """Tree attention with a plain mask per tree: q sees k if k <= q < subtree_end[k].
-
-    Trees of similar size are batched and padded to the largest of them.
-    """
+    """Tree attention with a plain mask per tree: q sees k if k <= q < subtree_end[k]."""
 
     state = None
 

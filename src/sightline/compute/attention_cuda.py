@@ -64,10 +64,9 @@ def attend_varlen(
     window = (-1, 0) if causal else (-1, -1)
     if key_ends is None:
         key_ends, key_longest = ends, longest
-    out: Tensor = attend(
+    return attend(
         q, k, v, ends, key_ends, longest, key_longest, scale=scaling, window_size=window, **options
     )
-    return out
 
 
 def _attend_sequences(
@@ -199,10 +198,17 @@ class FlexTreePattern:
     state = None
 
     def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
+        from torch.nn.attention.flex_attention import BlockMask
+
         self.subtree_end = subtree_end
         padded = pad_subtree_ends(subtree_end)
-        self._end = copy_to_device(padded.astype(np.int32), device)
-        self._mask = _block_mask(padded, self._end, device)
+        self._end = end = copy_to_device(padded.astype(np.int32), device)
+
+        def sees(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q < end[k])
+
+        partial, full = (_list_blocks(blocks, device) for blocks in find_visible_blocks(padded))
+        self._mask = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         # Computed from shapes, not from a stored number, so that the compiler needs one graph.
@@ -210,8 +216,7 @@ class FlexTreePattern:
         q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, pad_values(v, k)))
         gqa = q.shape[1] != k.shape[1]
         out = _flex()(q, k, v, block_mask=self._mask, scale=scaling, enable_gqa=gqa)
-        result: Tensor = out[:, :, : out.shape[2] - missing, :width]
-        return result
+        return out[:, :, : out.shape[2] - missing, :width]
 
 
 def pad_subtree_ends(subtree_end: Int[np.ndarray, " tokens"]) -> Int[np.ndarray, " padded"]:
@@ -232,16 +237,6 @@ def find_visible_blocks(
     some = before & (by_block.max(axis=1)[None, :] > first[:, None])
     full = before & (by_block.min(axis=1)[None, :] >= first[:, None] + BLOCK)
     return (some & ~full) | same, full
-
-
-def _block_mask(padded: np.ndarray, end: Tensor, device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    def sees(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < end[k])
-
-    partial, full = (_list_blocks(blocks, device) for blocks in find_visible_blocks(padded))
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
 
 def _list_blocks(

@@ -62,10 +62,8 @@ def decide_images(ends: Bounds, longest: int, total: int) -> bool:
         return False
     if ends not in _decision_by_bounds:
         rows = len(ends) - 1
-        is_even = rows * longest == total
-        _decision_by_bounds[ends] = (
-            is_even and total >= MIN_TOKENS and SHAPES.count_shape(rows, longest)
-        )
+        is_even = rows * longest == total >= MIN_TOKENS
+        _decision_by_bounds[ends] = is_even and SHAPES.count_shape(rows, longest)
     return bool(_decision_by_bounds[ends])
 
 
@@ -118,13 +116,10 @@ class PaddedRows:
     def attend(self, q: TokenQueries, k: TokenKeys, v: TokenKeys, scaling: float) -> TokenQueries:
         index = (self._tokens, self._places, None)
         qs, ks, vs = (_split(_MoveTokens.apply(x, *index), self._sizes) for x in (q, k, v))
-        parts = [
-            attend_equal_rows(q, k, v, scaling, rows, causal=True)
-            for rows, q, k, v in zip(self._num_rows, qs, ks, vs, strict=True)
-        ]
+        groups = zip(qs, ks, vs, self._num_rows, strict=True)
+        parts = [attend_equal_rows(q, k, v, scaling, rows, True) for q, k, v, rows in groups]
         padded = parts[0] if len(parts) == 1 else torch.cat(parts)
-        tokens: Tensor = _MoveTokens.apply(padded, self._places, self._tokens, self._unused)
-        return tokens
+        return _MoveTokens.apply(padded, self._places, self._tokens, self._unused)
 
 
 def _split(x: Tensor, sizes: list[int]) -> Sequence[Tensor]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,15 @@ KeyPages = Float[Tensor, "pages page kv_heads width"]
 ValuePages = Float[Tensor, "pages page kv_heads value_width"]
 
 
+class PagedKeys(NamedTuple):
+    """The keys and values that each row, or each tile, attends to."""
+
+    keys: KeyPages
+    values: ValuePages
+    block_tables: Int[Tensor, "rows row_pages"]
+    seq_lens: Int[Tensor, " rows"]
+
+
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     """Disable oneDNN, whose use depends on the number of rows and products."""
@@ -45,7 +54,6 @@ def without_onednn() -> Iterator[None]:
 
 
 def count_queries(heads: int, kv_heads: int, device: torch.device) -> int:
-    """Return the number of queries in a tile."""
     return max(1, TILE_ROWS[device.type] // (heads // kv_heads))
 
 
@@ -81,31 +89,24 @@ def build_tiles(
     places[queries[inside <= last]] = np.flatnonzero(inside <= last)
     first_seen = starts[row] + nth * num_queries + 1
     seq_lens = np.minimum(first_seen + num_queries - 1, (starts + counts)[row])
-    arrays = (queries, places, block_tables[row], first_seen, seq_lens)
-    return Tiles(
-        *(copy_to_device(x, device) for x in arrays[:2]),
-        *(copy_to_device(x.astype(np.int32), device) for x in arrays[2:]),
-    )
+    narrow = (x.astype(np.int32) for x in (block_tables[row], first_seen, seq_lens))
+    return Tiles(*(copy_to_device(x, device) for x in (queries, places, *narrow)))
 
 
 def attend_run(
     q: TokenQueries, keys: KeyPages, values: ValuePages, tiles: Tiles, scaling: float
 ) -> Float[Tensor, "tokens heads value_width"]:
-    """Return the attention output of a run's tokens."""
     outputs, at_once = [], max(1, QUERIES_AT_ONCE // tiles.queries.shape[1])
     for at in range(0, len(tiles.queries), at_once):
         part = slice(at, at + at_once)
-        seen = (tiles.block_tables[part], tiles.seq_lens[part], tiles.first_seen[part])
-        outputs.append(attend_tiles(q[tiles.queries[part]], keys, values, *seen, scaling))
+        seen = PagedKeys(keys, values, tiles.block_tables[part], tiles.seq_lens[part])
+        outputs.append(attend_tiles(q[tiles.queries[part]], seen, tiles.first_seen[part], scaling))
     return torch.cat(outputs).flatten(0, 1)[tiles.places]
 
 
 def attend_tiles(
     q: Float[Tensor, "tiles queries heads width"],
-    keys: KeyPages,
-    values: ValuePages,
-    block_tables: Int[Tensor, "tiles row_pages"],
-    seq_lens: Int[Tensor, " tiles"],
+    seen: PagedKeys,
     first_seen: Int[Tensor, " tiles"],
     scaling: float,
 ) -> Float[Tensor, "tiles queries heads value_width"]:
@@ -116,20 +117,13 @@ def attend_tiles(
     if q.is_cuda:
         from sightline.compute.triton_kernels import attend_paged
 
-        return attend_paged(q, keys, values, block_tables, seq_lens, scaling, first_seen)
+        return attend_paged(q, *seen, scaling, first_seen)
     with without_onednn():
-        return _attend_on_cpu(q, keys, values, block_tables, seq_lens, first_seen, scaling)
+        return _attend_on_cpu(q, seen, first_seen, scaling)
 
 
-def _attend_on_cpu(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    first_seen: Tensor,
-    scaling: float,
-) -> Tensor:
+def _attend_on_cpu(q: Tensor, seen: PagedKeys, first_seen: Tensor, scaling: float) -> Tensor:
+    keys, values, block_tables, seq_lens = seen
     (num_tiles, num_queries, heads, _), kv_heads = q.shape, keys.shape[2]
     pages = block_tables[:, : -(-int(seq_lens.max().clamp(min=1)) // PAGE)].long()
     index = torch.arange(pages.shape[1] * PAGE)
@@ -160,19 +154,16 @@ class ExactPattern:
         self._lengths, self._device, self._dtype = np.array(lengths), device, dtype
         ends = np.cumsum(lengths)
         pages = -(-self._lengths // PAGE)
-        self._num_pages = int(pages.sum())
+        self._num_pages = num_pages = int(pages.sum())
         first = np.cumsum(pages) - pages
         # After its own pages, a sequence lists pages of others, which it does not see.
-        self._block_tables = np.minimum(
-            first[:, None] + np.arange(pages.max()), self._num_pages - 1
-        )
+        self._block_tables = np.minimum(first[:, None] + np.arange(pages.max()), num_pages - 1)
         inside = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
         self._places = copy_to_device(np.repeat(first * PAGE, lengths) + inside, device)
         self._tiles: dict[int, Tiles] = {}
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
-        def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend(q, k, v, scaling)
+        exact = partial(self._attend, scaling=scaling)
 
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.plain.attend(layer, q, k, v, scaling)

@@ -44,8 +44,6 @@ class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Broadcaster(HostCopy, WeightPublisher):
-    """Rank 0's side of the transport."""
-
     def __init__(self, root: Path, host: str, receivers: int = 1) -> None:
         super().__init__()
         self._root, self._receivers = root, receivers
@@ -55,10 +53,9 @@ class Broadcaster(HostCopy, WeightPublisher):
 
     def write(self, draft: Manifest) -> tuple[Path, Manifest]:
         tensors = self.tensors()
-        payload = Broadcast(self.address, self._receivers, describe_tensors(tensors))
-        manifest = structs.replace(
-            draft, payload=msgspec.to_builtins(payload), weights_digest=digest_weights(tensors)
-        )
+        content = Broadcast(self.address, self._receivers, describe_tensors(tensors))
+        payload, digest = msgspec.to_builtins(content), digest_weights(tensors)
+        manifest = structs.replace(draft, payload=payload, weights_digest=digest)
         return write_manifest(self._root, manifest)
 
     def send(self, manifest: Manifest) -> None:
@@ -96,10 +93,8 @@ class BroadcastReceiver:
         self._group.barrier().wait()
         is_same = name.equal(_name_version(manifest))
         if not is_same or digest_weights(tensors) != manifest.weights_digest:
-            raise WeightsError(
-                f"version {manifest.label} arrived with other bits than were announced",
-                "resume the run. The engine keeps the weights it has",
-            )
+            problem = f"version {manifest.label} arrived with other bits than were announced"
+            raise WeightsError(problem, "resume the run. The engine keeps the weights it has")
         return tensors
 
 

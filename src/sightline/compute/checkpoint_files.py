@@ -28,14 +28,12 @@ class TensorFiles(Mapping[str, Tensor]):
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+        return self._files[name].get_tensor(name)
 
     def rows(self, name: str, first: int, stop: int) -> Tensor:
         """Read some rows of a tensor, and no others. A scalar is one row."""
         part = self._files[name].get_slice(name)
-        rows: Tensor = part[first:stop] if part.get_shape() else self[name]
-        return rows
+        return part[first:stop] if part.get_shape() else self[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -94,7 +92,6 @@ class LocalPart(NamedTuple):
     """Shape of the full tensor."""
 
     def select_columns(self, rows: Tensor) -> Tensor:
-        """Return the part's columns of whole rows."""
         if self.part.ndim < 2 or self.part.shape[1] == self.shape[1]:
             return rows
         return rows[:, self.column : self.column + self.part.shape[1]]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 from sightline.compute.attention import AttentionPattern
 from sightline.compute.attention_shapes import Attended, Keys, Queries, Values
@@ -35,14 +36,12 @@ class ContextPattern:
         self._counts = [stop - start for start, stop in bounds]
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
-        q, k, v = (_TokensToHeads.apply(x, self._group, self._counts) for x in (q, k, v))
+        q, k, v = (_gather_tokens(x, self._group, self._counts) for x in (q, k, v))
         out = self._whole.attend(layer, q, k, v, scaling)
-        shared: Tensor = _HeadsToTokens.apply(out, self._group, self._counts)
-        return shared
+        return _gather_heads(out, self._group, self._counts)
 
 
 def divide(num_tokens: int, size: int) -> list[tuple[int, int]]:
-    """Return the bounds of each rank's tokens."""
     ends = [num_tokens * rank // size for rank in range(size + 1)]
     return list(zip(ends, ends[1:], strict=False))
 
@@ -57,8 +56,7 @@ def join_scores(
 
     Every rank computes the same loss from them, so the gradient of a score is its own rank's.
     """
-    joined: Tensor = _JoinScores.apply(scores, places, num_tokens, group)
-    return joined
+    return _JoinScores.apply(scores, places, num_tokens, group)
 
 
 class _JoinScores(torch.autograd.Function):
@@ -77,39 +75,15 @@ class _JoinScores(torch.autograd.Function):
         return gradients[0][places], None, None, None
 
 
-class _TokensToHeads(torch.autograd.Function):
-    """Exchange this rank's tokens of all heads for all tokens of its heads."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Share, group: dist.ProcessGroup, counts: Sequence[int]) -> Share:
-        ctx.group, ctx.counts = group, counts
-        return _gather_tokens(x, group, counts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather_heads(gradients[0], ctx.group, ctx.counts), None, None
-
-
-class _HeadsToTokens(torch.autograd.Function):
-    """Exchange all tokens of this rank's heads for its tokens of all heads."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Share, group: dist.ProcessGroup, counts: Sequence[int]) -> Share:
-        ctx.group, ctx.counts = group, counts
-        return _gather_heads(x, group, counts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather_tokens(gradients[0], ctx.group, ctx.counts), None, None
-
-
 def _gather_tokens(x: Share, group: dist.ProcessGroup, counts: Sequence[int]) -> Share:
+    """Exchange this rank's tokens of all heads for all tokens of its heads."""
     heads, width = x.shape[1] // group.size(), x.shape[-1]
     shapes = [(1, heads, count, width) for count in counts]
     return torch.cat(_exchange(x.chunk(group.size(), dim=1), shapes, group), dim=2)
 
 
 def _gather_heads(x: Share, group: dist.ProcessGroup, counts: Sequence[int]) -> Share:
+    """Exchange all tokens of this rank's heads for its tokens of all heads."""
     shape = (1, x.shape[1], counts[group.rank()], x.shape[-1])
     parts = x.split(list(counts), dim=2)
     return torch.cat(_exchange(parts, [shape] * group.size(), group), dim=1)
@@ -121,6 +95,6 @@ def _exchange(
     """Send part i to rank i. Return the parts of all ranks, with the given shapes."""
     sent = torch.cat([part.reshape(-1) for part in parts])
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    received = sent.new_empty(sum(sizes))
-    dist.all_to_all_single(received, sent, sizes, [part.numel() for part in parts], group=group)
+    num_sent = [part.numel() for part in parts]
+    received = all_to_all_single(sent.new_empty(sum(sizes)), sent, sizes, num_sent, group)
     return [flat.view(shape) for flat, shape in zip(received.split(sizes), shapes, strict=True)]

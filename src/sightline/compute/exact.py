@@ -41,7 +41,6 @@ TRIED_TOKENS = 130
 TRIED_IMAGES = ((5, 7), (1, 1), (16, 20))
 """Rows and columns of images, in merged patches."""
 MAX_TRIED = 1 << 28
-"""Maximum number of values in a trial."""
 DTYPES = {"cuda": {torch.bfloat16}, "cpu": {torch.float32, torch.bfloat16}}
 Product = Callable[..., Tensor]
 """`F.linear`, or a product with the same arguments."""
@@ -69,14 +68,12 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
         shape = (*weight.flatten(1).shape, module.bias is not None)
         if shape not in rows_by_shape:
             rows_by_shape[shape] = find_rows(name, module, device, dtype)
-        product = partial(
-            _multiply_with_gradient, least=rows_by_shape[shape][0], most=rows_by_shape[shape][1]
-        )
-        module.forward = (
-            partial(_forward_linear, module, product)
-            if is_linear
-            else partial(embed_patches, module, module.forward, product)
-        )
+        least, most = rows_by_shape[shape]
+        product = partial(_multiply_with_gradient, least=least, most=most)
+        if is_linear:
+            module.forward = partial(_forward_linear, module, product)
+        else:
+            module.forward = partial(embed_patches, module, module.forward, product)
     parameter = next(forward.model.parameters())
     if not parameter.is_meta and parameter.dtype == dtype:  # otherwise a server runs the trial
         _try_pass(forward, family, device, dtype)
@@ -85,19 +82,15 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
 
 def _check_kind(forward: Forward, device: torch.device, dtype: torch.dtype) -> None:
     if dtype not in DTYPES.get(device.type, ()):
-        raise ConfigError(
-            f"[model] exact = true with {str(dtype).removeprefix('torch.')} on {device.type}",
-            'set dtype = "bfloat16"',
-        )
+        problem = f"[model] exact = true with {str(dtype).removeprefix('torch.')} on {device.type}"
+        raise ConfigError(problem, 'set dtype = "bfloat16"')
     convolutions = [m for m in forward.model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
     inside = {id(p) for module in convolutions for p in module.parameters()}
     stacked = [n for n, p in forward.model.named_parameters() if p.ndim > 2 and id(p) not in inside]
     if stacked:
-        raise ConfigError(
-            f"[model] exact = true does not work with {stacked[0]}, which holds several matrices: "
-            "the number of rows of each depends on other rows",
-            "choose a model without experts, or remove exact",
-        )
+        why = "which holds several matrices: the number of rows of each depends on other rows"
+        problem = f"[model] exact = true does not work with {stacked[0]}, {why}"
+        raise ConfigError(problem, "choose a model without experts, or remove exact")
 
 
 # --- products of matrices
@@ -117,13 +110,10 @@ class _ExactLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
         needs = ctx.needs_input_grad
-        return (
-            grads[0] @ weight if needs[0] else None,
-            grad.T @ x.flatten(0, -2) if needs[1] else None,
-            grad.sum(0) if ctx.has_bias and needs[2] else None,
-            None,
-            None,
-        )
+        x_grad = grads[0] @ weight if needs[0] else None
+        weight_grad = grad.T @ x.flatten(0, -2) if needs[1] else None
+        bias_grad = grad.sum(0) if ctx.has_bias and needs[2] else None
+        return x_grad, weight_grad, bias_grad, None, None
 
 
 def _multiply_with_gradient(
@@ -131,8 +121,7 @@ def _multiply_with_gradient(
 ) -> Tensor:
     if not torch.is_grad_enabled():
         return multiply(x, weight, bias, least, most)
-    result: Tensor = _ExactLinear.apply(x, weight, bias, least, most)
-    return result
+    return _ExactLinear.apply(x, weight, bias, least, most)
 
 
 def _forward_linear(module: nn.Linear, product: Product, x: Tensor) -> Tensor:
@@ -223,9 +212,8 @@ def find_rows(name: str, module: Any, device: torch.device, dtype: torch.dtype) 
 
 def _is_same(x: Tensor, whole: Tensor, num: int, *how: Any) -> bool:
     """Return whether the first and last `num` rows, computed alone, equal those of `whole`."""
-    return torch.equal(multiply(x[:num], *how), whole[:num]) and torch.equal(
-        multiply(x[-num:], *how), whole[-num:]
-    )
+    first, last = multiply(x[:num], *how), multiply(x[-num:], *how)
+    return torch.equal(first, whole[:num]) and torch.equal(last, whole[-num:])
 
 
 # --- passes

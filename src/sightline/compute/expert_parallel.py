@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import Shard
 
-from sightline.compute.local_module import LocalModule, divide_parameters
+from sightline.compute.tensor_parallel import LocalModule, divide_parameters
 from sightline.errors import ConfigError
 
 
@@ -28,10 +28,9 @@ def divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the experts of a layer among the ranks of `mesh`, in place."""
     num_experts = cast(Any, experts).num_experts
     if num_experts % mesh.size():
-        raise ConfigError(
-            f"a layer's {num_experts} experts cannot be divided among {mesh.size()} ranks",
-            "set [trainer] expert_parallel to a divisor of the model's number of experts",
-        )
+        problem = f"a layer's {num_experts} experts cannot be divided among {mesh.size()} ranks"
+        fix = "set [trainer] expert_parallel to a divisor of the model's number of experts"
+        raise ConfigError(problem, fix)
     divide_parameters(experts, mesh, Shard(0))
     experts.forward = partial(_compute, experts, num_experts, mesh.get_group())
 

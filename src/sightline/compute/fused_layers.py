@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,31 +50,24 @@ def fuse_layers(model: nn.Module, exact: bool = False) -> int:
 
 
 def _find_replacement(module: Any, exact: bool) -> Callable[[Any, bool], Callable[..., Any]] | None:
+    width, weight = (getattr(module, name, None) for name in ("head_dim", "weight"))
+    # The kernel processes a head as one block, whose width must be a power of two in Triton.
+    is_block = isinstance(width, int) and width.bit_count() == 1
     if _is_plain(module, "q_proj", "k_proj", "v_proj", "o_proj"):
-        # Gated queries and sliding windows are not supported. The kernel processes a head as one
-        # block, whose width must be a power of two in Triton.
-        width = getattr(module, "head_dim", None)
-        if (
-            module.q_proj.out_features == module.o_proj.in_features
-            and not getattr(module, "sliding_window", None)
-            and isinstance(width, int)
-            and width.bit_count() == 1
-        ):
+        # Gated queries and sliding windows are not supported.
+        is_gated = module.q_proj.out_features != module.o_proj.in_features
+        if is_block and not is_gated and not getattr(module, "sliding_window", None):
             return _build_attention
     elif _is_plain(module, "gate_proj", "up_proj", "down_proj"):
-        if isinstance(getattr(module, "act_fn", None), nn.SiLU) or (
-            type(getattr(module, "act_fn", None)).__name__ == "SiLUActivation"
-        ):
+        act = getattr(module, "act_fn", None)
+        if isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation":
             return _build_mlp
     elif _is_plain(module, "qkv", "proj"):
-        width = getattr(module, "head_dim", None)
-        if isinstance(width, int) and width.bit_count() == 1:
+        if is_block:
             return _build_image_attention
     elif exact and type(module) is nn.LayerNorm and module.bias is not None:
         return _build_layer_norm
-    elif hasattr(module, "variance_epsilon") and isinstance(
-        getattr(module, "weight", None), nn.Parameter
-    ):
+    elif hasattr(module, "variance_epsilon") and isinstance(weight, nn.Parameter):
         return _build_norm
     return None
 
@@ -111,11 +104,7 @@ def _build_norm(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
     from sightline.compute.triton_kernels import rms_norm
 
     run, plain = (partial(f, eps=module.variance_epsilon) for f in (rms_norm, plain_norm))
-
-    def normalize(hidden_states: Tensor) -> Tensor:
-        return cast(Tensor, call_exact(run, plain, hidden_states, module.weight))
-
-    return normalize
+    return lambda hidden_states: call_exact(run, plain, hidden_states, module.weight)
 
 
 def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -126,11 +115,7 @@ def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _build_layer_norm(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
     plain = partial(plain_layer_norm, eps=module.eps)
-
-    def normalize(x: Tensor) -> Tensor:
-        return cast(Tensor, call_exact(plain, plain, x, module.weight, module.bias))
-
-    return normalize
+    return lambda x: call_exact(plain, plain, x, module.weight, module.bias)
 
 
 def plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -141,12 +126,7 @@ def _build_mlp(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
     from sightline.compute.triton_kernels import silu_mul
 
     joined, plain = _join(exact, module.gate_proj, module.up_proj), partial(plain_silu_mul)
-
-    def compute(x: Tensor) -> Tensor:
-        down: Tensor = module.down_proj(call_exact(silu_mul, plain, *joined(x)))
-        return down
-
-    return compute
+    return lambda x: module.down_proj(call_exact(silu_mul, plain, *joined(x)))
 
 
 def plain_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -208,8 +188,7 @@ def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
         out = attend_among(q, k, v, float(module.scaling), cu_seqlens, longest)
-        projected: Tensor = module.proj(out.squeeze(0).transpose(0, 1).flatten(1))
-        return projected
+        return module.proj(out.squeeze(0).transpose(0, 1).flatten(1))
 
     return attend
 
@@ -222,9 +201,8 @@ def plain_rotate(
 
     def rotate(x: Tensor) -> Tensor:
         low, high = (x if rounds else x.float()).chunk(2, dim=-1)
-        (cos_low, cos_high), (sin_low, sin_high) = (
-            angle[:, None].chunk(2, dim=-1) for angle in (cos, sin)
-        )
+        angles = (angle[:, None].chunk(2, dim=-1) for angle in (cos, sin))
+        (cos_low, cos_high), (sin_low, sin_high) = angles
         turned = low * cos_low - high * sin_low, high * cos_high + low * sin_high
         return torch.cat(turned, dim=-1).to(q.dtype)
 

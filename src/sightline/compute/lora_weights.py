@@ -36,8 +36,6 @@ from sightline.wire.weights import Adapter
 
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 """Suffixes of the names of a parameter's adapter tensors."""
-
-
 LayerAdapter = tuple[Tensor, Tensor, float]
 """A, B and s of a linear layer, which has them as its attribute `adapter`."""
 
@@ -146,27 +144,22 @@ def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> N
     odd = sorted((pairs - tensors.keys()) | (tensors.keys() - pairs - base.keys()))
     odd += sorted(adapter.scales.keys() - base.keys())
     if odd or adapter.dtype not in SAFETENSORS_DTYPES.values():
-        raise WeightsError(
-            f"an adapter whose tensors are not those of the model, such as {odd[:3]}",
-            "serve the checkpoint that the trainer trains",
-        )
+        problem = f"an adapter whose tensors are not those of the model, such as {odd[:3]}"
+        raise WeightsError(problem, "serve the checkpoint that the trainer trains")
     for name, tensor in tensors.items():
         if name not in pairs and tensor.shape != base[name].shape:
             raise _shape_error(name, tensor.shape, base[name].shape)
     for name, scale in adapter.scales.items():
         a, b, weight = tensors[name + LORA_A], tensors[name + LORA_B], base[name]
-        if (
-            weight.dim() != 2
-            or a.shape != (len(a), weight.shape[1])
-            or b.shape != (weight.shape[0], len(a))
-        ):
+        rank = a.shape[:1]
+        expected = (*weight.shape[:1], *rank), (*rank, *weight.shape[1:])
+        if weight.dim() != 2 or (b.shape, a.shape) != expected:
             raise _shape_error(name, (*b.shape, *a.shape), weight.shape)
         if not math.isfinite(scale):
             raise WeightsError(f"{name} is adapted by {scale} B A", "publish the version again")
 
 
 def _shape_error(name: str, found: Iterable[int], wanted: Iterable[int]) -> WeightsError:
-    return WeightsError(
-        f"an adapter's {name} has shape {tuple(found)}, the model's is {tuple(wanted)}",
-        "serve the checkpoint that the trainer trains",
-    )
+    problem = f"an adapter's {name} has shape {tuple(found)}, the model's is {tuple(wanted)}"
+    fix = "serve the checkpoint that the trainer trains"
+    return WeightsError(problem, fix)

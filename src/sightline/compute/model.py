@@ -38,16 +38,11 @@ def load_model(
     torch.backends.cudnn.allow_tf32 = False
     # torch warns with a C++ stack trace if the CPU cannot multiply in bfloat16.
     warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm")
+    on, kind = torch.device(device), MODEL_DTYPES[dtype]
     is_exact_gpu = exact is not None and exact[0].startswith("cuda")
-    forward = load_forward(
-        path,
-        family,
-        torch.device(device),
-        MODEL_DTYPES[dtype],
-        attention=attention.register_attention(exact=is_exact_gpu),
-    )
+    attention_name = attention.register_attention(exact=is_exact_gpu)
+    forward = load_forward(path, family, on, kind, attention_name)
     if device != "meta" and (check := getattr(forward, "check_model", None)):
-        on, kind = torch.device(device), MODEL_DTYPES[dtype]
         check(lambda ends: attention.build_attention_pattern(ends, on, kind), engine)
     linearize_patch_embeddings(forward.model)
     if exact is not None:
@@ -95,10 +90,9 @@ def read_gpu_memory(device: str) -> int:
 def describe_gpus() -> str:
     """Describe the GPUs that torch sees and their memory. Empty for none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)) for i in range(count)]
-    return ", ".join(
-        f"{n} ({free / 1e9:.0f} of {all_ / 1e9:.0f} GB free)" for n, (free, all_) in names
-    )
+    gpus = ((torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i)) for i in range(count))
+    texts = (f"{n} ({free / 1e9:.0f} of {size / 1e9:.0f} GB free)" for n, free, size in gpus)
+    return ", ".join(texts)
 
 
 def empty_parameters(path: str | Path, family: Family) -> dict[str, Tensor]:

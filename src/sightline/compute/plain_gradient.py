@@ -45,24 +45,17 @@ class _PlainGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         plain, needs, inputs = ctx.plain, tuple(ctx.needs_input_grad[2:]), ctx.saved_tensors
-        compute = _compute_gradients
         if _backend and isinstance(plain, partial):
             options = tuple(plain.keywords.items())
-            compute = _compile_gradients(_backend, plain.func, options, needs)
-        gradients = iter(compute(plain, needs, inputs, grads))
+            computed = _compile_gradients(_backend, plain.func, options, needs)(inputs, grads)
+        else:
+            pairs = zip(inputs, needs, strict=True)
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_(need) for x, need in pairs]
+                out = plain(*leaves)
+            computed = torch.autograd.grad(out, [x for x in leaves if x.requires_grad], grads)
+        gradients = iter(computed)
         return None, None, *(next(gradients) if need else None for need in needs)
-
-
-def _compute_gradients(
-    plain: Callable[..., Any],
-    needs: tuple[bool, ...],
-    inputs: Sequence[Tensor],
-    grads: Sequence[Tensor],
-) -> Sequence[Tensor]:
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
-        out = plain(*leaves)
-    return torch.autograd.grad(out, [x for x in leaves if x.requires_grad], grads)
 
 
 @cache
@@ -84,5 +77,4 @@ def _compile_gradients(
         pull: Callable[..., Sequence[Tensor]] = torch.func.vjp(apply, *needed)[1]
         return pull(grads[0] if len(grads) == 1 else grads)
 
-    compiled = torch.compile(compute, backend=backend)
-    return lambda plain, needs, inputs, grads: compiled(inputs, grads)
+    return torch.compile(compute, backend=backend)

@@ -84,15 +84,11 @@ class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SharedWeights(WeightPublisher):
-    """Rank 0's side of the transport."""
-
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self._root = root
-        owner, self._label = (
-            os.open(root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            for name in (OWNER, LOCK)
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        owner, self._label = (os.open(root / name, flags, 0o644) for name in (OWNER, LOCK))
         for handle in (owner, self._label):
             weakref.finalize(self, os.close, handle)
         _lock(owner, fcntl.LOCK_EX)
@@ -128,14 +124,10 @@ class SharedWeights(WeightPublisher):
         """Write the manifest of the last weights taken, and let servers copy them."""
         if self._copied is not None:
             self._copied.synchronize()
-        path, manifest = write_manifest(
-            self._root,
-            structs.replace(
-                draft,
-                payload=msgspec.to_builtins(self._memory),
-                weights_digest=finish_digest(self._memory.tensors, int(self._sum)),
-            ),
-        )
+        digest = finish_digest(self._memory.tensors, int(self._sum))
+        payload = msgspec.to_builtins(self._memory)
+        manifest = structs.replace(draft, payload=payload, weights_digest=digest)
+        path, manifest = write_manifest(self._root, manifest)
         os.pwrite(self._label, manifest.label.encode(), 0)
         fcntl.flock(self._label, fcntl.LOCK_UN)
         return path, manifest
@@ -160,10 +152,9 @@ def map_shared(root: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
     They do not change until the end of the `with` block, which waits for the device.
     """
     memory = manifest.read_payload(SharedMemory)
-    missing = WeightsGone(
-        f"version {manifest.label} is no longer in the trainer's memory",
-        "wait for the next version, or resume the run if its trainer ended",
-    )
+    problem = f"version {manifest.label} is no longer in the trainer's memory"
+    fix = "wait for the next version, or resume the run if its trainer ended"
+    missing = WeightsGone(problem, fix)
     if not (root / LOCK).is_file() or not (root / OWNER).is_file():
         raise missing
     with open_file(root / LOCK) as label, open_file(root / OWNER) as owner:
@@ -233,10 +224,9 @@ def _map_device(memory: DeviceMemory) -> Flat:
     count = torch.cuda.device_count()
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
     if memory.uuid not in uuids:
-        raise WeightsError(
-            f"the trainer shares memory of GPU {memory.uuid}, which this process cannot see",
-            'make the GPU visible to it, or set [trainer] publish = "files"',
-        )
+        problem = f"the trainer shares memory of GPU {memory.uuid}, which this process cannot see"
+        fix = 'make the GPU visible to it, or set [trainer] publish = "files"'
+        raise WeightsError(problem, fix)
     torch.cuda.init()
     index, kind = uuids.index(memory.uuid), torch.UntypedStorage
     try:
@@ -245,10 +235,9 @@ def _map_device(memory: DeviceMemory) -> Flat:
             memory.counter_offset, memory.event, memory.needs_event,
         )  # fmt: skip
     except RuntimeError as error:
-        raise WeightsGone(
-            f"the memory that the trainer shares cannot be mapped: {error}",
-            'wait for the next version, or set [trainer] publish = "files"',
-        ) from error
+        problem = f"the memory that the trainer shares cannot be mapped: {error}"
+        fix = 'wait for the next version, or set [trainer] publish = "files"'
+        raise WeightsGone(problem, fix) from error
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
 
 
@@ -268,10 +257,9 @@ def _lock(handle: int, kind: int) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > until:
-                raise WeightsError(
-                    f"another process has held weights/{LOCK} for {LOCK_TIMEOUT_S:.0f} s",
-                    "end the process of the run that hangs, and resume the run",
-                ) from None
+                problem = f"another process has held weights/{LOCK} for {LOCK_TIMEOUT_S:.0f} s"
+                fix = "end the process of the run that hangs, and resume the run"
+                raise WeightsError(problem, fix) from None
             time.sleep(LOCK_POLL_S)
 
 

@@ -74,10 +74,6 @@ class HostCopy:
     def take(
         self, tensors: NamedTensors, gather: Gather = keep_tensor, dtype: torch.dtype | None = None
     ) -> None:
-        """Copy the tensors, floating ones as `dtype` if given, over the previous copy.
-
-        Sharded tensors are gathered one by one, so that the device holds one of them at a time.
-        """
         on_cuda = False
         for name, gathered in iterate_gathered(tensors, gather):
             # Converted on the device, before the copy.

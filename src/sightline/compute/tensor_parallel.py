@@ -10,7 +10,7 @@ The ranks of a group have the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,9 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
-from sightline.compute.local_module import LocalModule, divide_parameters
 from sightline.errors import ConfigError
 from sightline.families.protocol import Division, TensorPlan
 
@@ -45,12 +51,10 @@ def _divide_module(module: nn.Module, plan: Mapping[str, Division], mesh: Device
         dim = {"columns": 0, "rows": 1}.get(division or "")
         for parameter in part.parameters(recurse=False) if dim is not None else ():
             if parameter.ndim <= cast(int, dim) or parameter.shape[cast(int, dim)] % mesh.size():
-                raise ConfigError(
-                    f"{type(module).__name__}.{name} has a parameter of shape "
-                    f"{tuple(parameter.shape)}, which {mesh.size()} ranks cannot divide by "
-                    f"{division}",
-                    "set [trainer] tensor_parallel = 1",
-                )
+                shape, size = tuple(parameter.shape), mesh.size()
+                what = f"{type(module).__name__}.{name} has a parameter of shape {shape}"
+                problem = f"{what}, which {size} ranks cannot divide by {division}"
+                raise ConfigError(problem, "set [trainer] tensor_parallel = 1")
         divide_parameters(part, mesh, Replicate() if dim is None else Shard(dim))
         if next(part.parameters(recurse=False), None) is not None:
             part.forward = partial(_compute, part, division, group)
@@ -75,6 +79,40 @@ def _copy_input(
         return (_SumGradients.apply(args[0], group), *args[1:]), options
     hidden = _SumGradients.apply(options["hidden_states"], group)
     return args, options | {"hidden_states": hidden}
+
+
+class LocalModule:
+    """A module with this rank's parts of its parameters, and with other `attributes`.
+
+    The parameters' gradients have the placements `gradients`, by default those of the parameters,
+    and are multiplied by `gradient_scale`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        gradients: Sequence[Placement] | None = None,
+        gradient_scale: float = 1.0,
+        **attributes: Any,
+    ) -> None:
+        self._module = module
+        for name, parameter in module.named_parameters(recurse=False):
+            assert isinstance(parameter, DTensor)
+            local = parameter.to_local(grad_placements=gradients)
+            if gradient_scale != 1 and local.requires_grad:
+                local.register_hook(lambda gradient: gradient * gradient_scale)
+            setattr(self, name, local)
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def divide_parameters(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a module's own parameters by DTensors. Every rank has the same values."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        divided = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(divided, parameter.requires_grad))
 
 
 class _SumGradients(torch.autograd.Function):

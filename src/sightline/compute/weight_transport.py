@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from sightline.compute.tensor_file import Gather, NamedTensors
 
+    OpenedTensors = AbstractContextManager[NamedTensors]
+
 AUTO, SHARED = "auto", "ipc"
 ENTRY_POINT_GROUP = "sightline.weight_transports"
 BUILT_IN = {
@@ -82,9 +84,7 @@ class WeightTransport(ABC):
         """Return rank 0's side of the transport."""
 
     @abstractmethod
-    def open_tensors(
-        self, folder: Path, manifest: Manifest
-    ) -> AbstractContextManager[NamedTensors]:
+    def open_tensors(self, folder: Path, manifest: Manifest) -> OpenedTensors:
         """Return the tensors of a manifest in `folder`, checked against its digest.
 
         They may become invalid after the `with` block. A server reuses the same object.
@@ -116,9 +116,7 @@ class WeightReceiver:
     def __init__(self) -> None:
         self._transports: dict[str, WeightTransport] = {}
 
-    def open_tensors(
-        self, folder: Path, manifest: Manifest
-    ) -> AbstractContextManager[NamedTensors]:
+    def open_tensors(self, folder: Path, manifest: Manifest) -> OpenedTensors:
         name = manifest.transport
         if name not in self._transports:
             try:
@@ -143,11 +141,9 @@ def load_transport(name: str) -> WeightTransport:
     """Return a new instance of the transport with this name."""
     points = list_plugins(ENTRY_POINT_GROUP, BUILT_IN)
     if name not in points:
-        raise ConfigError(
-            f"{name[:100]!r} is not a weight transport",
-            f"set [trainer] publish to one of {', '.join(sorted(points))}, or install the package "
-            "that provides it",
-        )
+        known = ", ".join(sorted(points))
+        fix = f"set [trainer] publish to one of {known}, or install the package that provides it"
+        raise ConfigError(f"{name[:100]!r} is not a weight transport", fix)
     transport: WeightTransport = points[name].load()()
     transport.name = name
     return transport

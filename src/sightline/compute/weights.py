@@ -66,11 +66,13 @@ def write_weights(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     stem = "model" if adapter is None else "adapter"
-    shares = _split_into_files(tensors, stem, max_file_bytes)
-
+    shares = split_by_size(tensors, max_file_bytes)
+    names = [f"{stem}-{i:05d}-of-{len(shares):05d}.safetensors" for i in range(1, len(shares) + 1)]
+    if len(shares) == 1:
+        names = [f"{stem}.safetensors"]
     write = partial(write_tensors, durable=False)
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
-        files = list(pool.map(write, (part / name for name in shares), shares.values()))
+        files = list(pool.map(write, (part / name for name in names), shares))
     digest = digest_weights(tensors)
     unlogged = Manifest(
         version, vision_version, files, adapter=adapter, run=run, weights_digest=digest
@@ -115,29 +117,14 @@ class StorePublisher(FilesPublisher):
         """Move the files of the manifest at `path` to the store, except parts it already has."""
         paths = [path.with_name(file.name) for file in manifest.files]
         stored = [store_file(self.blobs, file, self._sent).parts for file in paths]
-        files = [
-            structs.replace(file, parts=parts)
-            for file, parts in zip(manifest.files, stored, strict=True)
-        ]
+        pairs = zip(manifest.files, stored, strict=True)
+        files = [structs.replace(file, parts=parts) for file, parts in pairs]
         moved = structs.replace(manifest, files=files)
         write_atomic(path, msgspec.json.encode(moved))
         for file in paths:
             file.unlink(missing_ok=True)
         self._sent = {part for parts in stored for part in parts}
         return moved
-
-
-def _split_into_files(
-    tensors: NamedTensors, stem: str, max_file_bytes: int
-) -> dict[str, dict[str, Tensor]]:
-    """Split tensors into files by name."""
-    shares = split_by_size(tensors, max_file_bytes)
-    if len(shares) == 1:
-        return {f"{stem}.safetensors": shares[0]}
-    return {
-        f"{stem}-{place:05d}-of-{len(shares):05d}.safetensors": share
-        for place, share in enumerate(shares, 1)
-    }
 
 
 def _has_version(target: Path, manifest: Manifest) -> bool:
@@ -162,10 +149,9 @@ def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
         for file_tensors in pool.map(partial(_read, folder), manifest.files):
             tensors |= file_tensors
     if manifest.weights_digest and digest_weights(tensors) != manifest.weights_digest:
-        raise WeightsError(
-            f"the files of {folder} are intact, but are not the weights of their manifest",
-            "publish the version again. The engine keeps the weights it has",
-        )
+        problem = f"the files of {folder} are intact, but are not the weights of their manifest"
+        fix = "publish the version again. The engine keeps the weights it has"
+        raise WeightsError(problem, fix)
     return tensors
 
 
@@ -181,30 +167,24 @@ def _read(folder: Path, file: WeightFile) -> dict[str, Tensor]:
     try:
         return load(data)  # from the verified bytes, because the file may be removed
     except SafetensorError as error:
-        raise WeightsError(
-            f"{path} is not a safetensors file: {error}", "publish the version again"
-        ) from error
+        problem = f"{path} is not a safetensors file: {error}"
+        raise WeightsError(problem, "publish the version again") from error
 
 
 def _other_file_error(path: Path, what: str) -> WeightsError:
-    return WeightsError(
-        f"{path} does not match its manifest ({what})",
-        "publish the version again. The engine keeps the weights it has",
-    )
+    problem = f"{path} does not match its manifest ({what})"
+    fix = "publish the version again. The engine keeps the weights it has"
+    return WeightsError(problem, fix)
 
 
 def check_parameters(own: NamedTensors, tensors: NamedTensors) -> None:
     """Raise unless both have the same parameters with the same shapes."""
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())[:3]
-        raise WeightsError(
-            f"the weights and the model have different parameters, such as {odd}",
-            "serve the checkpoint that the trainer trains",
-        )
+        problem = f"the weights and the model have different parameters, such as {odd}"
+        raise WeightsError(problem, "serve the checkpoint that the trainer trains")
     for name, parameter in own.items():
         if parameter.shape != tensors[name].shape:
-            raise WeightsError(
-                f"{name} has shape {tuple(tensors[name].shape)}, "
-                f"the model's is {tuple(parameter.shape)}",
-                "serve the checkpoint that the trainer trains",
-            )
+            shape, expected = tuple(tensors[name].shape), tuple(parameter.shape)
+            problem = f"{name} has shape {shape}, the model's is {expected}"
+            raise WeightsError(problem, "serve the checkpoint that the trainer trains")

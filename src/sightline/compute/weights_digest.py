@@ -33,6 +33,8 @@ CHUNK_ROWS = 256
 """Rows that the host processes at a time, so that they fit its cache."""
 _ROW_SEED = 1 << 32
 _INT64 = 1 << 64
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""The increment of splitmix64."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,10 +62,8 @@ def finish_digest(specs: list[TensorSpec], total: int) -> str:
 def describe_tensors(tensors: NamedTensors, dtype: torch.dtype | None = None) -> list[TensorSpec]:
     """List names, dtypes and shapes in the digest's order, floating tensors as `dtype` if given."""
     kinds = {name: resolve_dtype(tensor, dtype) for name, tensor in tensors.items()}
-    return [
-        TensorSpec(name, SAFETENSORS_DTYPES[kinds[name]], tuple(tensors[name].shape))
-        for name in sort_names(tensors, dtype)
-    ]
+    names = sort_names(tensors, dtype)
+    return [TensorSpec(n, SAFETENSORS_DTYPES[kinds[n]], tuple(tensors[n].shape)) for n in names]
 
 
 def count_rows(nbytes: int) -> int:
@@ -103,8 +103,13 @@ def _sum_rows(data: Tensor, first_row: int) -> Tensor:
 @lru_cache(maxsize=4)
 def _factors(seed: int, count: int, device: torch.device) -> Int64[Tensor, " count"]:
     """Return pseudorandom odd factors: splitmix64 of `count` positions from `seed` on."""
-    x = (np.arange(seed, seed + count, dtype=np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x = (x ^ (x >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(x.view(np.int64)).to(device)
+    places = np.arange(seed, seed + count, dtype=np.uint64)
+    factors = splitmix64((places + np.uint64(1)) * GOLDEN) | np.uint64(1)
+    return torch.from_numpy(factors.view(np.int64)).to(device)
+
+
+def splitmix64(values: np.ndarray) -> np.ndarray:
+    """Apply the finalizer of splitmix64 to uint64 values."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

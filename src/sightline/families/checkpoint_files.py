@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,10 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
     import huggingface_hub
 
     files = [*CONFIG_FILES, *(WEIGHT_FILES if with_weights else ())]
+    download = partial(huggingface_hub.snapshot_download, match[1], revision=match[2])
     for is_local in (True, False):
         try:
-            folder = Path(
-                huggingface_hub.snapshot_download(
-                    match[1], revision=match[2], allow_patterns=files, local_files_only=is_local
-                )
-            )
+            folder = Path(download(allow_patterns=files, local_files_only=is_local))
         except (OSError, ValueError) as error:
             problem = first_line(error)
             continue
@@ -87,10 +85,8 @@ def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
     config = read_json(path / "config.json")
     vocab_size = int((config.get("text_config") or config)["vocab_size"])
     if tokenizer.vocab_size > vocab_size:
-        raise FamilyError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}",
-            "copy the tokenizer files from the same checkpoint",
-        )
+        problem = f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}"
+        raise FamilyError(problem, "copy the tokenizer files from the same checkpoint")
     file = path / "tokenizer_config.json"
     added = read_json(file).get("added_tokens_decoder") if file.is_file() else None
     for token_id, token in (added or {}).items():

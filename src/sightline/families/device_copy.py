@@ -40,8 +40,7 @@ def allocate_rows(num: int, values: int, device: torch.device | None = None) -> 
     """
     if device is None or device.type != "cuda":
         return np.empty((num, values), np.uint8)
-    rows: np.ndarray = torch.empty((num, values), dtype=torch.uint8, pin_memory=True).numpy()
-    return rows
+    return torch.empty((num, values), dtype=torch.uint8, pin_memory=True).numpy()
 
 
 def copy_for_thread(tensor: torch.Tensor) -> torch.Tensor:

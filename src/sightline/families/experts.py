@@ -102,9 +102,8 @@ class ExpertRouting:
         if self._given is None or not self._replays:
             return own
         if (given := self._given[:, layer]).shape != own.shape:
-            raise Misaligned(
-                f"routes of {len(given)} tokens for {len(own)} tokens", "report this with the batch"
-            )
+            problem = f"routes of {len(given)} tokens for {len(own)} tokens"
+            raise Misaligned(problem, "report this with the batch")
         return torch.where(given == self.no_route, own, given.to(own.dtype))
 
     def get_routes(self) -> Routes:
@@ -182,10 +181,8 @@ def _is_known(router: Any) -> bool:
     A copy with drawn values is tried, because the router may be on the meta device.
     """
     try:
-        trial, draws = (
-            copy.deepcopy(router).to_empty(device="cpu"),
-            torch.Generator().manual_seed(0),
-        )
+        trial = copy.deepcopy(router).to_empty(device="cpu")
+        draws = torch.Generator().manual_seed(0)
         for tensor in (*trial.parameters(), *trial.buffers()):
             tensor.copy_(torch.randn(tensor.shape, generator=draws))
         hidden = torch.randn(8, trial.weight.shape[-1], generator=draws).to(trial.weight)

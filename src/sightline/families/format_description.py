@@ -11,7 +11,6 @@ class FormatDescription:
     """The features of a renderer's chat format."""
 
     format_name: ClassVar[str] = "the family's own"
-    """The human-readable name of the chat format."""
     format_reason: str = "its family has no other (the folder's chat template is not compared)"
     """Why the checkpoint is assumed to use this format."""
     takes_tools: bool = True

@@ -33,7 +33,6 @@ MAX_CHUNK = 64
 """The maximum number of tokens in a chunk, as in transformers."""
 EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as in transformers."""
-
 TOLERANCE = 2e-2
 """The allowed error of a kernel, relative to the norm of the float32 result in plain torch."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -104,17 +103,15 @@ def build_recurrence_plan(
     steps = [np.where(parents < 0, total, parents)]
     while len(steps) < window - 1:
         steps.append(np.append(steps[0], total)[steps[-1]])
+    copy = partial(copy_to_device, device=device)
     return RecurrencePlan(
-        ancestors=copy_to_device(np.stack(steps), device),
-        chunks=copy_to_device(np.where(is_real, tokens, 0), device),
-        is_real=copy_to_device(is_real[..., None].astype(np.float32), device),
-        parents=[
-            copy_to_device(ranks - first, device)
-            for ranks, first in zip(going_on[1:], firsts[:-1], strict=True)
-        ],
+        ancestors=copy(np.stack(steps)),
+        chunks=copy(np.where(is_real, tokens, 0)),
+        is_real=copy(is_real[..., None].astype(np.float32)),
+        parents=[copy(r - first) for r, first in zip(going_on[1:], firsts[:-1], strict=True)],
         level_sizes=sizes.tolist(),
-        places=copy_to_device(places, device),
-        bounds=copy_to_device(np.array([0, *parts, total]), device) if is_flat else None,
+        places=copy(places),
+        bounds=copy(np.array([0, *parts, total])) if is_flat else None,
     )
 
 
@@ -171,8 +168,7 @@ def _convolve(
         out = out + padded.index_select(0, places) * weight[:, -step]
     if module.conv1d.bias is not None:
         out = out + module.conv1d.bias
-    result: Tensor = ACT2FN[module.activation](out.to(x.dtype))
-    return result
+    return ACT2FN[module.activation](out.to(x.dtype))
 
 
 def apply_delta_rule(
@@ -217,9 +213,8 @@ def apply_delta_rule(
     parts = (q * kept, k * left, total_decay, written, predicted, within)
     levels = zip(*(x.split(plan.level_sizes) for x in parts), strict=True)
     state, outs = None, []
-    for parents, (read, keys, remains, writes, predicts, sees) in zip(
-        [None, *plan.parents], levels, strict=True
-    ):
+    above = [None, *plan.parents]
+    for parents, (read, keys, remains, writes, predicts, sees) in zip(above, levels, strict=True):
         if state is None:
             new, out = writes, sees @ writes
             state = keys.transpose(-1, -2) @ new
@@ -272,10 +267,8 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
     except Exception as error:  # another version may raise anything
         problem = f"{type(error).__name__}: {error}"
     if problem:
-        print(
-            f"linear attention uses plain torch instead of flash-linear-attention: {problem}",
-            file=sys.stderr,
-        )
+        message = "linear attention uses plain torch instead of flash-linear-attention"
+        print(f"{message}: {problem}", file=sys.stderr)
     return None if problem else kernel
 
 

@@ -71,17 +71,12 @@ _LIMITS = ("min_pixels", "max_pixels")
 def read_frame_settings(
     path: Path, overrides: dict[str, int], default: FrameSettings
 ) -> FrameSettings:
-    """Read the settings of a checkpoint folder. Raise FamilyError for invalid pixel limits.
-
-    `overrides` are the run's limits and take precedence.
-    """
+    """Read the settings of a checkpoint folder. Raise FamilyError for invalid pixel limits."""
     raw = read_processor_config(path)
     size = raw.get("size") or {}
     if size and not size.keys() & {"shortest_edge", "longest_edge", *_LIMITS}:
-        raise FamilyError(
-            f"{path}: preprocessor_config.json has size = {size}",
-            "give shortest_edge and longest_edge, in pixels per image",
-        )
+        problem = f"{path}: preprocessor_config.json has size = {size}"
+        raise FamilyError(problem, "give shortest_edge and longest_edge, in pixels per image")
     min_pixels = read_int(size, default.min_pixels, "shortest_edge")
     max_pixels = read_int(size, default.max_pixels, "longest_edge")
     settings = FrameSettings(
@@ -109,7 +104,6 @@ def compute_fingerprint(description: dict[str, Any]) -> str:
 
 
 def read_processor_config(path: Path) -> dict[str, Any]:
-    """Return the image processor settings of a checkpoint folder."""
     raw = _read_section(path, "image_processor", "preprocessor_config.json")
     if raw is None:
         raise FamilyError(f"{path} has no preprocessor_config.json", "copy it from the checkpoint")
@@ -158,10 +152,8 @@ def read_pixel_settings(raw: dict[str, Any], default: PixelSettings, path: Path)
     """Return the fields for resampling and normalizing pixels, as keyword arguments."""
     for key in ("do_resize", "do_convert_rgb"):
         if not raw.get(key, True):
-            raise FamilyError(
-                f"{path}: preprocessor_config.json sets {key} to false",
-                "set it to true, so that images of any size and mode fit",
-            )
+            problem = f"{path}: preprocessor_config.json sets {key} to false"
+            raise FamilyError(problem, "set it to true, so that images of any size and mode fit")
     rescales, normalizes = raw.get("do_rescale", True), raw.get("do_normalize", True)
     return {
         "resample": read_int(raw, default.resample, "resample"),
@@ -189,11 +181,9 @@ def check_vision_config(vision_config: dict[str, Any], path: Path, **expected: i
     for key, ours in expected.items():
         theirs = vision_config.get(key, ours)
         if theirs not in (ours, [ours, ours]):
-            raise FamilyError(
-                f"{path}: the processor settings say {ours}, but config.json says "
-                f"vision_config.{key} = {theirs}",
-                "copy preprocessor_config.json from the same checkpoint",
-            )
+            other = f"config.json says vision_config.{key} = {theirs}"
+            problem = f"{path}: the processor settings say {ours}, but {other}"
+            raise FamilyError(problem, "copy preprocessor_config.json from the same checkpoint")
 
 
 def _read_channels(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:

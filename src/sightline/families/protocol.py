@@ -43,9 +43,8 @@ class ImageLayout:
     grid: Grid
     num_tokens: int
     height: int
-    """In pixels, after resizing and before padding."""
     width: int
-    """In pixels, after resizing and before padding."""
+    """Height and width in pixels, after resizing and before padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,6 @@ class Packing:
 
     @property
     def description(self) -> str:
-        """The packing and its reason, in one sentence."""
         words = {
             "tree": "trees (a prefix that samples share is computed once)",
             "flat": "flat (several sequences in one row, each with its own prefix)",
@@ -84,8 +82,6 @@ TREE_PACKING = Packing("tree", "every layer takes an attention mask")
 EXACT_PACKING = Packing(
     "flat", "with [model] exact, a tree would sum a token's keys in another order"
 )
-
-
 Division = Literal["columns", "rows"]
 TensorPlan = Mapping[str, Mapping[str, Division]]
 """How the matrices of each module of a decoder layer are divided, by the paths of modules in a
@@ -156,10 +152,8 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
-        """Return int32 positions (num_axes, num_tokens) from `start`, and the next position."""
+    def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
+        """Return int32 positions (num_axes, num_tokens), and the position after them."""
 
     def steps(self, video: VideoPart) -> Sequence[ShownStep]:
         """Return the steps of a video. Raise MediaRefused if it cannot be shown.
@@ -222,20 +216,17 @@ class Family(ABC):
             )
 
     def _refuse_videos(self, *_: object) -> NoReturn:
-        raise MediaRefused(
-            f"a video cannot be shown: {self.video_refusal}", "send some of its frames as images"
-        )
+        problem = f"a video cannot be shown: {self.video_refusal}"
+        raise MediaRefused(problem, "send some of its frames as images")
 
     def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
         """Return uint8 patches (num_patches, values per patch) of an image from `store.image`."""
-        ref = item.ref
-        if image.size != (ref.width, ref.height):
-            raise Misaligned(
-                f"image {ref.digest[:12]} has size {image.size}, but its ref says "
-                f"{(ref.width, ref.height)}",
-                "decode it with store.image, which applies the EXIF orientation",
-            )
-        return self.cut_patches(image, self.layout(ref.width, ref.height))
+        size = (item.ref.width, item.ref.height)
+        if image.size != size:
+            problem = f"image {item.ref.digest[:12]} has size {image.size}, but its ref says {size}"
+            fix = "decode it with store.image, which applies the EXIF orientation"
+            raise Misaligned(problem, fix)
+        return self.cut_patches(image, self.layout(*size))
 
 
 class Forward(Protocol):
@@ -245,15 +236,12 @@ class Forward(Protocol):
 
     def vision_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the vision tower's parameters and their names in the model."""
-        ...
 
     def blocks(self) -> list[torch.nn.Module]:
         """Return the decoder layers and vision blocks. Each is sharded and gathered as one unit."""
-        ...
 
     def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
         """Return the patches and grid of a small image. None if there is no vision tower."""
-        ...
 
     def encode(
         self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
@@ -262,7 +250,6 @@ class Forward(Protocol):
 
         Features of several layers may be concatenated. `hidden` splits them again.
         """
-        ...
 
     def hidden(
         self,
@@ -278,7 +265,6 @@ class Forward(Protocol):
         `attention` has the method `attend`, and the `state` of recurrent layers along a row. If
         `state` is None, the row is a pack, and `attention` has its `subtree_end`.
         """
-        ...
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]: ...
 
@@ -357,9 +343,8 @@ class ServingSpec:
         With `takes_updates`, a trainer will publish weights to the engine.
         """
         if (kind := read_json(folder / "config.json").get("model_type")) in self.UNTESTED_TYPES:
-            raise FamilyError(
-                f"serving {kind} with vLLM is untested", 'set [inference] engine = "torch"'
-            )
+            problem = f"serving {kind} with vLLM is untested"
+            raise FamilyError(problem, 'set [inference] engine = "torch"')
 
     def check_cpu(self, family: Any, dtype: str) -> None:
         """Raise FamilyError for a checkpoint that the engine cannot serve on a CPU in `dtype`."""

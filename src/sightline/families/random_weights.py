@@ -33,14 +33,11 @@ def draw_vectors(model: Any, seed: int) -> dict[str, torch.Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for path, module in model.named_modules():
-            own = module._parameters.items()
-            values = {
-                name: torch.nn.Parameter(
-                    torch.full_like(p, float(name.endswith("weight")), device="cpu")
-                )
-                for name, p in own
-                if p is not None and p.dim() < 2
-            }
+            values: dict[str, torch.nn.Parameter] = {}
+            for name, own in module._parameters.items():
+                if own is not None and own.dim() < 2:
+                    filled = torch.full_like(own, float(name.endswith("weight")), device="cpu")
+                    values[name] = torch.nn.Parameter(filled)
             if values:
                 # A module of the same class whose vectors have memory. Its matrices have none.
                 twin = copy.copy(module)

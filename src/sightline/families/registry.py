@@ -50,10 +50,8 @@ def _find_modules() -> dict[str, str]:
         folders = (spec.submodule_search_locations if spec else None) or ()
         for name in (module.name for module in pkgutil.iter_modules(folders) if module.ispkg):
             if name in modules:
-                raise FamilyError(
-                    f"{place}.{name} and {modules[name]} have the same name",
-                    "rename one of the folders: items and fingerprints contain the name",
-                )
+                fix = "rename one of the folders: items and fingerprints contain the name"
+                raise FamilyError(f"{place}.{name} and {modules[name]} have the same name", fix)
             modules[name] = f"{place}.{name}"
     return dict(sorted(modules.items()))
 
@@ -74,7 +72,6 @@ def get_default_family() -> str:
 
 
 def _import_family_file(name: str, file: str) -> ModuleType:
-    """Import a family's file that only some processes need."""
     return importlib.import_module(f"{_find_modules()[name]}.{file}")
 
 
@@ -96,20 +93,16 @@ def _get_folder(path: Path) -> ModuleType:
             "(docs/internals/adding_a_family.md)",
         )
     if len(claimed) > 1:
-        raise FamilyError(
-            f"{kind}, and several families claim it: {', '.join(claimed)}",
-            "remove all but one of them from the Python path",
-        )
+        problem = f"{kind}, and several families claim it: {', '.join(claimed)}"
+        raise FamilyError(problem, "remove all but one of them from the Python path")
     return next(iter(claimed.values()))
 
 
 def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.exists():
-        raise FamilyError(
-            f"{path} is not a checkpoint: it has no config.json",
-            "create one with `sightline model tiny DIR`, or name the folder of a checkpoint",
-        )
+        fix = "create one with `sightline model tiny DIR`, or name the folder of a checkpoint"
+        raise FamilyError(f"{path} is not a checkpoint: it has no config.json", fix)
     # transformers also opens files, which it finds in the folder and in its folders.
     for found in (*path.glob("*"), *path.glob("*/*")):
         if found.exists() and not (found.is_file() or found.is_dir()):
@@ -125,10 +118,9 @@ def _refuse_broken(path: Path) -> Iterator[None]:
     except SightlineError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FamilyError(
-            f"{path} cannot be loaded: {type(error).__name__}: {error}",
-            "copy config.json and preprocessor_config.json again from the checkpoint",
-        ) from error
+        problem = f"{path} cannot be loaded: {type(error).__name__}: {error}"
+        fix = "copy config.json and preprocessor_config.json again from the checkpoint"
+        raise FamilyError(problem, fix) from error
 
 
 def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> Family:
@@ -142,15 +134,12 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
         family = cast(Family, _get_folder(path).load_family(path, overrides))
         family.position_limit = find_position_limit(read_config(path))
     if exact and family.model_class and family.shows_media:
-        raise ConfigError(
-            f"[model] exact is not supported for images in the generic family {family.name!r}",
-            "choose a checkpoint with a native family (docs/models.md), or remove exact",
-        )
+        problem = f"[model] exact is not supported for images in the generic family {family.name!r}"
+        fix = "choose a checkpoint with a native family (docs/models.md), or remove exact"
+        raise ConfigError(problem, fix)
     if exact and family.packing.carries_state:
-        raise ConfigError(
-            f"[model] exact is not supported for this model: {family.packing.reason}",
-            "choose a model without recurrent layers, or remove exact",
-        )
+        problem = f"[model] exact is not supported for this model: {family.packing.reason}"
+        raise ConfigError(problem, "choose a model without recurrent layers, or remove exact")
     if exact and family.packing.kind == "tree":
         family.packing = EXACT_PACKING
     return family
@@ -169,47 +158,42 @@ def check_parallel(family: Family, model: str | Path, trainer: TrainerConfig, ex
 
 def check_context_parallel(family: Family, model: str | Path, size: int, exact: bool) -> None:
     """Raise if `size` ranks cannot divide the tokens of a micro-batch."""
-    text = _read_text_config(model)
-    heads = _count_kv_heads(text)
-    reasons = {
-        f"the model's {heads} key-value heads (in config.json) are not a multiple of it": not heads
-        or heads % size != 0,
-        f"every rank would need whole sequences: {family.packing.reason}": (
-            family.packing.carries_state or family.packing.kind == "rows"
-        ),
-        "[model] exact computes whole sequences": exact,
-    }
-    _refuse("context_parallel", size, reasons)
+    _check_heads("context_parallel", model, size)
+    if family.packing.carries_state or family.packing.kind == "rows":
+        reason = f"every rank would need whole sequences: {family.packing.reason}"
+        _refuse("context_parallel", size, reason)
+    if exact:
+        _refuse("context_parallel", size, "[model] exact computes whole sequences")
 
 
 def check_expert_parallel(family: Family, model: str | Path, size: int) -> None:
     """Raise if `size` ranks cannot divide the experts of each layer."""
     text = _read_text_config(model)
     experts = max(text.get(name) or 0 for name in NUM_EXPERTS)
-    reasons = {
-        "the model has no experts (in config.json)": not experts,
-        f"the model's {experts} experts (in config.json) are not a multiple of it": bool(
-            experts % size
-        ),
-        f"it is untested with the generic family {family.name!r}": bool(family.model_class),
-    }
-    _refuse("expert_parallel", size, reasons)
+    if not experts:
+        _refuse("expert_parallel", size, "the model has no experts (in config.json)")
+    if experts % size:
+        reason = f"the model's {experts} experts (in config.json) are not a multiple of it"
+        _refuse("expert_parallel", size, reason)
+    if family.model_class:
+        reason = f"it is untested with the generic family {family.name!r}"
+        _refuse("expert_parallel", size, reason)
 
 
 def check_tensor_parallel(family: Family, model: str | Path, size: int) -> None:
     """Raise if `size` ranks cannot divide the matrices of attention and MLPs."""
+    if not family.tensor_plan:
+        reason = f"the family {family.name!r} does not say how to divide this model"
+        _refuse("tensor_parallel", size, reason)
+    _check_heads("tensor_parallel", model, size)
+
+
+def _check_heads(setting: str, model: str | Path, size: int) -> None:
     text = _read_text_config(model)
-    heads = _count_kv_heads(text)
-    reasons = {
-        f"the family {family.name!r} does not say how to divide this model": not family.tensor_plan,
-        f"the model's {heads} key-value heads (in config.json) are not a multiple of it": not heads
-        or heads % size != 0,
-    }
-    _refuse("tensor_parallel", size, reasons)
-
-
-def _count_kv_heads(text: dict[str, Any]) -> int:
-    return int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0)
+    heads = int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0)
+    if not heads or heads % size:
+        reason = f"the model's {heads} key-value heads (in config.json) are not a multiple of it"
+        _refuse(setting, size, reason)
 
 
 def _read_text_config(model: str | Path) -> dict[str, Any]:
@@ -217,14 +201,11 @@ def _read_text_config(model: str | Path) -> dict[str, Any]:
     return config.get("text_config") or config
 
 
-def _refuse(setting: str, size: int, reasons: dict[str, bool]) -> None:
-    """Raise for the first reason that applies, if `size` ranks divide anything."""
-    for reason, applies in reasons.items():
-        if applies and size > 1:
-            raise ConfigError(
-                f"[trainer] {setting} = {size} does not work, because {reason}",
-                f"set [trainer] {setting} = 1",
-            )
+def _refuse(setting: str, size: int, reason: str) -> None:
+    """Raise for a setting that does not work, if `size` ranks divide anything."""
+    if size > 1:
+        problem = f"[trainer] {setting} = {size} does not work, because {reason}"
+        raise ConfigError(problem, f"set [trainer] {setting} = 1")
 
 
 def load_renderer(
@@ -244,8 +225,7 @@ def load_renderer(
     folder = _get_folder(path)
     with _refuse_broken(path):
         family = family or folder.load_family(path, {})
-        loaded = folder.load_renderer(path, family, resolver or ImageIngestor(store))
-    renderer = cast(Renderer, loaded)
+        renderer: Renderer = folder.load_renderer(path, family, resolver or ImageIngestor(store))
     renderer.max_model_len = max_model_len
     return renderer
 
@@ -268,11 +248,8 @@ def load_serving(model: str | Path, family: Family, takes_updates: bool = True) 
             'set [inference] engine = "torch", or add the file (docs/internals/adding_a_family.md)',
         )
     if family.position_limit:
-        raise FamilyError(
-            f"{model}: vLLM scales the rotary frequencies of this checkpoint in another way than "
-            "transformers",
-            'set [inference] engine = "torch"',
-        )
+        how = "scales the rotary frequencies of this checkpoint in another way than transformers"
+        raise FamilyError(f"{model}: vLLM {how}", 'set [inference] engine = "torch"')
     serving = cast(ServingSpec, _import_family_file(family.name, "serving").Serving())
     serving.check_servable(resolve_checkpoint(model), takes_updates)
     return serving

@@ -83,10 +83,8 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
 
     shows_names: ClassVar[bool] = False
     """Whether a message's name is written. Otherwise it is dropped, as in the template."""
-
     unsupported_names: frozenset[str] = frozenset()
     """The roles for which the chat template writes a name, but this renderer does not."""
-
     header: list[int]
     """The ids that open the assistant's turn. Every prompt ends with them."""
     end_id: int
@@ -111,9 +109,8 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
         read = self.read_messages(messages)
         for i, message in enumerate(read[1:], start=1):
             if message.role == "system":
-                raise MessageError.at(
-                    f"messages[{i}].role", "the system message is not the first", "put it first"
-                )
+                problem = "the system message is not the first"
+                raise MessageError.at(f"messages[{i}].role", problem, "put it first")
         return read
 
     def read_messages(self, messages: Messages) -> list[Message]:
@@ -163,9 +160,8 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
             return Refused("stop_in_reasoning")
         read = [self._read(m, f"new_messages[{i}]") for i, m in enumerate(new_messages)]
         stop = completion_ids[-1] if stopped else None
-        if stop in self.openers.values() and stop != self.get_turn_end(read[0].role):
-            return Refused("history_rewritten")
-        if self.rewrites_history(prompt_ids, ids, read):
+        opens_other = stop in self.openers.values() and stop != self.get_turn_end(read[0].role)
+        if opens_other or self.rewrites_history(prompt_ids, ids, read):
             return Refused("history_rewritten")
         return self.bridge_read(prompt_ids, completion_ids, read)
 
@@ -201,11 +197,8 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
 
     def _check_count(self, path: str, count: int, most: int, unit: str = "entries") -> None:
         if self.max_model_len and count > most:
-            raise PromptTooLong.at(
-                path,
-                f"{count} {unit}, but max_model_len = {self.max_model_len} allows {most}",
-                SHORTEN,
-            )
+            problem = f"{count} {unit}, but max_model_len = {self.max_model_len} allows {most}"
+            raise PromptTooLong.at(path, problem, SHORTEN)
 
     def _check_tools(self, tools: Tools) -> None:
         """Check the size of the tools before a format writes them, which may be slow."""
@@ -248,13 +241,11 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
         if message.reasoning is not None and not self.takes_reasoning:
             raise MessageError.at(f"{path}.reasoning", self.reasoning_refusal, "remove it")
         if message.reasoning is not None and message.role != "assistant":
-            raise MessageError.at(
-                f"{path}.reasoning", f"role {message.role!r} cannot have reasoning", "remove it"
-            )
+            problem = f"role {message.role!r} cannot have reasoning"
+            raise MessageError.at(f"{path}.reasoning", problem, "remove it")
         if message.tool_calls and message.role != "assistant":
-            raise MessageError.at(
-                f"{path}.tool_calls", f"role {message.role!r} cannot call tools", "remove them"
-            )
+            problem = f"role {message.role!r} cannot call tools"
+            raise MessageError.at(f"{path}.tool_calls", problem, "remove them")
         if not self.takes_tools and (message.tool_calls or message.role == "tool"):
             raise MessageError.at(
                 f"{path}.{'tool_calls' if message.tool_calls else 'role'}",
@@ -262,15 +253,11 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
                 "put the tool's answer into a user message",
             )
         check_unicode(message.text, f"{path}.content")
-        check_unicode(message.reasoning or "", f"{path}.reasoning")
-        check_unicode(message.tool_call_id or "", f"{path}.tool_call_id")
-        check_unicode(message.name or "", f"{path}.name")
+        for field in ("reasoning", "tool_call_id", "name"):
+            check_unicode(getattr(message, field) or "", f"{path}.{field}")
         if message.name and message.role in self.unsupported_names:
-            raise MessageError.at(
-                f"{path}.name",
-                "the chat template writes names in a way that is not supported",
-                "put the name into the content",
-            )
+            problem = "the chat template writes names in a way that is not supported"
+            raise MessageError.at(f"{path}.name", problem, "put the name into the content")
         for k, call in enumerate(message.tool_calls):
             check_unicode(call.id, f"{path}.tool_calls[{k}].id")
             check_unicode(call.name + call.arguments, f"{path}.tool_calls[{k}].function")
@@ -306,12 +293,9 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
         Messages with the same rendering are then equal, so that histories can be matched.
         """
         keeps_name = self.shows_names or message.role in self.unsupported_names
-        return msgspec.structs.replace(
-            message,
-            content=join_texts(message.content),
-            reasoning=message.reasoning or None,
-            name=message.name if keeps_name else None,
-        )
+        name, reasoning = message.name if keeps_name else None, message.reasoning or None
+        content = join_texts(message.content)
+        return msgspec.structs.replace(message, content=content, reasoning=reasoning, name=name)
 
     def check_conversation(self, messages: Sequence[Message]) -> None:
         """Raise MessageError for an incomplete conversation. Not called for new messages alone."""
@@ -335,6 +319,8 @@ class BaseRenderer(MessageRenderer):
 
     turn_separator: ClassVar[str] = ""
     """The text between the end-of-turn token and the next turn."""
+    image_marks: ClassVar[tuple[str, str]] = ("", "")
+    """The texts before and after the pads of an image."""
     video_mark: ClassVar[str] = ""
     """The text that the chat template writes for a video. Empty if it does not support videos."""
     template_settings: Mapping[str, Any] = MappingProxyType({})
@@ -358,11 +344,9 @@ class BaseRenderer(MessageRenderer):
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
     ) -> Rendered:
-        context = RenderContext(
-            messages,
-            history_end=self.find_history_end(messages),
-            following="assistant" if generation_prompt else None,
-        )
+        history_end = self.find_history_end(messages)
+        following = "assistant" if generation_prompt else None
+        context = RenderContext(messages, history_end=history_end, following=following)
         emitter = Emitter(self._tokenizer, max_model_len=self.max_model_len)
         # If the head contains no message, the first message's span includes the head.
         first = self.emit_head(emitter, context, tools)
@@ -394,7 +378,6 @@ class BaseRenderer(MessageRenderer):
         return emitter.bridged()
 
     def emit_content(self, emitter: Emitter, context: RenderContext, i: int) -> None:
-        """Emit the texts, images and videos of message `i`."""
         for part in self.get_parts(context.messages[i]):
             if isinstance(part, ImagePart):
                 self.emit_image(emitter, self._family.item(part.ref))
@@ -423,9 +406,12 @@ class BaseRenderer(MessageRenderer):
     def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         """Emit message `i`, from its header to the end of its turn."""
 
-    @abstractmethod
     def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         """Emit one image with its surrounding marks."""
+        opening, closing = self.image_marks
+        emitter.marked(opening)
+        emitter.image(item, self.pad_token_ids[0], self._family.num_tokens(item))
+        emitter.marked(closing)
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
         """Emit a video's steps with their surrounding marks."""

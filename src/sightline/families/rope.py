@@ -35,10 +35,8 @@ def _find_rope_settings(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 def _get_length(kind: str, setting: str, value: Any) -> int:
     if not isinstance(value, int) or value < 1:
-        raise FamilyError(
-            f"config.json has the rope type {kind!r}, but no {setting}",
-            f"add {setting}, the length in tokens that the checkpoint was trained on",
-        )
+        fix = f"add {setting}, the length in tokens that the checkpoint was trained on"
+        raise FamilyError(f"config.json has the rope type {kind!r}, but no {setting}", fix)
     return value
 
 

@@ -23,11 +23,8 @@ def build_header(
     at = 0
     for name, (shape, dtype) in tensors.items():
         nbytes = math.prod(shape) * dtype.itemsize
-        header[name] = {
-            "dtype": SAFETENSORS_DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [at, at + nbytes],
-        }
+        kind, offsets = SAFETENSORS_DTYPES[dtype], [at, at + nbytes]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": offsets}
         at += nbytes
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)

@@ -41,7 +41,6 @@ _TOOLS = (
 )
 _ARGUMENTS = '{"at": "a \\"b\\"\\n c", "n": 3, "deep": {"x": [1, true, null]}, "yes": true}'
 _REF = MediaRef(digest="0" * 64, mime="image/png", width=64, height=96, nbytes=1)
-
 _SPELLED = "a tool's answer from a user"
 """The conversation in which a text contains a mark. The mark stays text in our rendering, but the
 template turns it into a token."""
@@ -82,10 +81,9 @@ def choose_format(
         if renderer.video_mark and not renderer.video_refusal:
             renderer.video_refusal = _find_video_difference(renderer, template) or ""
         return renderer
-    raise FamilyError(
-        f"{path}: the chat template is not one of this family's. " + " ".join(differences),
-        "use the chat template that was published with the checkpoint",
-    )
+    problem = f"{path}: the chat template is not one of this family's. " + " ".join(differences)
+    fix = "use the chat template that was published with the checkpoint"
+    raise FamilyError(problem, fix)
 
 
 def build_examples(renderer: BaseRenderer) -> Iterator[Example]:
@@ -210,7 +208,6 @@ def find_split(
 
 
 def _to_template_message(message: Message, lists_tool_content: bool) -> dict[str, Any]:
-    """Convert the message to a chat template argument."""
     form: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.refs or (lists_tool_content and message.role == "tool"):
         form["content"] = [

@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -102,10 +102,8 @@ def describe_checkpoint(
         )
     num_tokens, rows = tokenizer.get_vocab_size(with_added_tokens=True), settings.get("vocab", 0)
     if 0 < rows < num_tokens:
-        raise FamilyError(
-            f"the tokenizer has {num_tokens:,} tokens, and size {size!r} {rows:,} rows",
-            "choose a size of the tokenizer's own models",
-        )
+        problem = f"the tokenizer has {num_tokens:,} tokens, and size {size!r} {rows:,} rows"
+        raise FamilyError(problem, "choose a size of the tokenizer's own models")
     template = read_text(family / description["template"])
     for flag, value in description.get("flags", {}).items():
         template = f"{{%- set {flag} = {json.dumps(value)} -%}}\n{template}"
@@ -155,12 +153,28 @@ def write_tiny_checkpoint(
             os.replace(folder / file, path / file)
 
 
-def lay_out_weights(model: Any, experts: str | None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint's files by name. A shared one keeps its first name."""
+def lay_out_weights(model: Any, layout: str | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint's files by name. A shared one keeps its first name.
+
+    `layout` of experts is "split" for one matrix per expert, "transposed" for stacked matrices that
+    are transposed relative to transformers, and None for the same layout as transformers.
+    """
     by_id: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_id.setdefault(id(tensor), (name, tensor.detach().contiguous()))
-    return dict(_lay_out_experts(dict(by_id.values()), experts))
+    files: dict[str, torch.Tensor] = {}
+    for name, tensor in by_id.values():
+        folder, _, part = name.rpartition(".")
+        if layout is None or not folder.endswith(".experts"):
+            files[name] = tensor
+        elif layout == "transposed":
+            files[name] = tensor.transpose(1, 2).contiguous()
+        else:
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            for expert, matrices in enumerate(tensor):
+                for own, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+                    files[f"{folder}.{expert}.{own}.weight"] = matrix.contiguous()
+    return files
 
 
 def _read_tokenizer(folder: Path, needed: Sequence[str]) -> Tokenizer:
@@ -170,16 +184,14 @@ def _read_tokenizer(folder: Path, needed: Sequence[str]) -> Tokenizer:
         raise FamilyError(f"{folder} has no tokenizer.json", "name a folder with the file")
     tokenizer = Tokenizer.from_file(str(file))
     if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
-        raise FamilyError(
-            f"{file} has no token {missing[0]}", "take the tokenizer of a model of this family"
-        )
+        problem = f"{file} has no token {missing[0]}"
+        raise FamilyError(problem, "take the tokenizer of a model of this family")
     return tokenizer
 
 
 def _read_settings(
     sizes: Mapping[str, Mapping[str, Any]], size: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the architecture settings for this size, with `options` applied."""
     if size not in sizes:
         raise FamilyError(f"no size {size!r}", f"use one of {', '.join(sizes)}")
     for key in options.keys() - sizes["tiny"].keys():
@@ -191,7 +203,6 @@ def _read_settings(
 def _build_files(
     family: Path, settings: Mapping[str, Any], tokenizer: Tokenizer
 ) -> dict[str, dict[str, Any]]:
-    """Return the JSON files of a checkpoint, by name."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     added = tokenizer.get_added_tokens_decoder()
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
@@ -220,32 +231,9 @@ def _fill_constants(model: torch.nn.Module, std: float) -> None:
     Constants would hide bugs. With equal position embeddings, for example, no color is visible.
     """
     for parameter in model.parameters():
-        is_matrix_of_one_value = parameter.ndim > 1 and bool(
-            (parameter == parameter.flatten()[0]).all()
-        )
-        if is_matrix_of_one_value or not parameter.any():
+        is_constant = parameter.ndim > 1 and bool((parameter == parameter.flatten()[0]).all())
+        if is_constant or not parameter.any():
             torch.nn.init.normal_(parameter, std=std)
-
-
-def _lay_out_experts(
-    weights: Mapping[str, torch.Tensor], layout: str | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights in the layout of the published files.
-
-    `layout` is "split" for one matrix per expert, "transposed" for stacked matrices that are
-    transposed relative to transformers, and None for the same layout as transformers.
-    """
-    for name, tensor in weights.items():
-        folder, _, part = name.rpartition(".")
-        if layout is None or not folder.endswith(".experts"):
-            yield name, tensor
-        elif layout == "transposed":
-            yield name, tensor.transpose(1, 2).contiguous()
-        else:
-            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
-            for expert, matrices in enumerate(tensor):
-                for own, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
-                    yield f"{folder}.{expert}.{own}.weight", matrix.contiguous()
 
 
 def write_other_files(folder: Path, described: Description, model: Any) -> None:

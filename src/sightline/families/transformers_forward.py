@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
-from transformers import AutoConfig, vision_utils
+from transformers import AutoConfig, AutoModelForImageTextToText, vision_utils
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import hide_pad_warning
@@ -24,13 +24,9 @@ from sightline.families.experts import ExpertRouting, check_auxiliary_loss, grou
 from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
 from sightline.families.protocol import Grid
 from sightline.families.rope import pin_frequencies
-from sightline.families.video_family import VideoFamily
-from sightline.families.vision_family import PixelFamily
 
 
 class TextForward:
-    """A text-only model."""
-
     def __init__(self, model: Any, text: Any) -> None:
         self.model: nn.Module = model
         self._text = text
@@ -64,44 +60,33 @@ class TextForward:
         attention: Any,
     ) -> Float[Tensor, "rows length hidden"]:
         embeds = self._text.embed_tokens(token_ids)
-        extra: dict[str, Any] = {}
+        options = {"past_key_values": attention.state, "use_cache": False, "pattern": attention}
         if features is not None and feature_indices is not None and len(feature_indices):
             size = embeds.shape[-1]
             layers = features.to(embeds.dtype).split(size, dim=-1)
             flat = embeds.reshape(-1, size).index_copy(0, feature_indices, layers[0])
             embeds = flat.view(embeds.shape)
             if len(layers) > 1:
-                extra = {
-                    "visual_pos_masks": feature_indices,
-                    "deepstack_visual_embeds": list(layers[1:]),
-                }
-        if self._recurrent_window and attention.state is None:
-            extra["recurrence"] = build_recurrence_plan(
-                attention.subtree_end, self._recurrent_window, embeds.device
-            )
-        out = self._text(
-            inputs_embeds=embeds,
-            position_ids=positions if len(positions) > 1 else positions[0],
-            past_key_values=attention.state,
-            use_cache=False,
-            pattern=attention,
-            **extra,
-        )
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+                options["visual_pos_masks"] = feature_indices
+                options["deepstack_visual_embeds"] = list(layers[1:])
+        if (window := self._recurrent_window) and attention.state is None:
+            plan = build_recurrence_plan(attention.subtree_end, window, embeds.device)
+            options["recurrence"] = plan
+        along_axes = positions if len(positions) > 1 else positions[0]
+        out = self._text(inputs_embeds=embeds, position_ids=along_axes, **options)
+        return out.last_hidden_state
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
-        logits: Tensor = self._head(hidden)
-        return logits
+        return self._head(hidden)
 
 
 class VisionForward(TextForward):
-    """A model with a vision tower. A family defines the tower's inputs and outputs."""
+    """A model with a vision tower. By default, the tower processes several frames at once."""
 
     vision_parts: ClassVar[tuple[str, ...]] = ("visual",)
     """The modules that compute image features, the tower first."""
 
-    def __init__(self, model: nn.Module, family: PixelFamily[Any]) -> None:
+    def __init__(self, model: nn.Module, family: Any) -> None:
         body: Any = model.model
         super().__init__(model, body.language_model)
         self._family = family
@@ -110,6 +95,14 @@ class VisionForward(TextForward):
         self._table = torch.from_numpy(family.table.copy())
         self._tower_inputs = lru_cache(maxsize=16)(self.compute_tower_inputs)
 
+    @classmethod
+    def load(
+        cls, path: Path, family: Any, device: torch.device, dtype: torch.dtype, attention: str
+    ) -> Self:
+        """Load a family's model. Its `forward.py` offers this as `load`."""
+        model = load_model(AutoModelForImageTextToText, path, device, dtype, attention)
+        return cls(model, family)
+
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [
             (f"{part}.{name}", parameter)
@@ -117,20 +110,37 @@ class VisionForward(TextForward):
             for name, parameter in module.named_parameters()
         ]
 
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), *self._tower.blocks]
+
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         """Return the keyword arguments that the tower would otherwise derive from `grid_thw`.
 
         They are arrays, because tensors created without gradients cannot be used with gradients.
         """
-        raise NotImplementedError
+        sizes = torch.tensor(grids)
+        merge = self._tower.spatial_merge_size
+        ends = vision_utils.get_vision_cu_seqlens(sizes)
+        return {
+            "position_ids": vision_utils.get_vision_position_ids(sizes, merge).numpy(),
+            "cu_seqlens": ends.numpy(),
+            "max_seqlen": int(ends.diff().max()),
+        }
 
     def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches ..."]:
-        """Return the normalized values of patches in the tower's input shape."""
-        raise NotImplementedError
+        """Return the normalized values of patches in the tower's input shape.
+
+        The single frame of an image is repeated. A video step has all frames.
+        """
+        values = self.look_up(patches)
+        num, _, size = values.shape
+        if size != self._family.patch**2:
+            return values.reshape(num, -1)
+        return values.unsqueeze(2).expand(num, 3, self._family.temporal, size).reshape(num, -1)
 
     def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
         """Return the features in the tower's output."""
-        raise NotImplementedError
+        return join_layers(output.pooler_output, output)
 
     def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
         side, values = self._family.merge, 3 * self._family.patch**2
@@ -152,44 +162,11 @@ class VisionForward(TextForward):
         self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
     ) -> Float[Tensor, "visual_tokens features"]:
         rows = self.rows(patches).to(next(self._tower.parameters()).dtype)
-        inputs = {
-            name: copy_to_device(value, rows.device) if isinstance(value, np.ndarray) else value
-            for name, value in self._tower_inputs(tuple(grids)).items()
-        }
-        sizes = {"grid_thw": torch.tensor(grids)}  # on the host by default
-        return self.get_features(self._tower(rows, **{**sizes, **inputs}))
-
-
-class VideoForward(VisionForward):
-    """A model with `visual` and `language_model`, whose tower processes several frames at once."""
-
-    def __init__(self, model: nn.Module, family: VideoFamily[Any]) -> None:
-        super().__init__(model, family)
-        self._temporal = family.temporal
-
-    def blocks(self) -> list[nn.Module]:
-        return [*super().blocks(), *self._tower.blocks]
-
-    def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
-        return join_layers(output.pooler_output, output)
-
-    def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches row"]:
-        """Return the values of all frames of a video step. Repeat the single frame of an image."""
-        values = self.look_up(patches)
-        num, _, size = values.shape
-        if size != self._family.patch**2:
-            return values.reshape(num, -1)
-        return values.unsqueeze(2).expand(num, 3, self._temporal, size).reshape(num, -1)
-
-    def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
-        sizes = torch.tensor(grids)
-        merge = self._tower.spatial_merge_size
-        ends = vision_utils.get_vision_cu_seqlens(sizes)
-        return {
-            "position_ids": vision_utils.get_vision_position_ids(sizes, merge).numpy(),
-            "cu_seqlens": ends.numpy(),
-            "max_seqlen": int(ends.diff().max()),
-        }
+        inputs = {"grid_thw": torch.tensor(grids)}  # on the host by default
+        for name, value in self._tower_inputs(tuple(grids)).items():
+            is_array = isinstance(value, np.ndarray)
+            inputs[name] = copy_to_device(value, rows.device) if is_array else value
+        return self.get_features(self._tower(rows, **inputs))
 
 
 def join_layers(
@@ -204,8 +181,7 @@ def join_images(features: Any) -> Float[Tensor, "visual_tokens hidden"]:
     """Return features with one row per token, from one tensor or one tensor per image."""
     if isinstance(features, list | tuple):
         return torch.cat([image.flatten(0, -2) for image in features])
-    flat: Tensor = features.flatten(0, -2)
-    return flat
+    return features.flatten(0, -2)
 
 
 def _add_deepstack_features(

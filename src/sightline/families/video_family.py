@@ -145,8 +145,7 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
             values = values * self._settings.rescale
         mean = np.array(self._settings.mean, np.float32)
         std = np.array(self._settings.std, np.float32)
-        table: np.ndarray = (values.astype(np.float32)[:, None] - mean) / std
-        return table
+        return (values.astype(np.float32)[:, None] - mean) / std
 
     def compute_layout(self, width: int, height: int) -> ImageLayout:
         return self._lay_out(*self.fit_image_size(width, height))
@@ -172,12 +171,10 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
     def repeat_frame(self, patches: np.ndarray) -> np.ndarray:
         return self.shape_rows(patches.reshape(len(patches), 3, -1))
 
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
+    def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         check_slots_fit(slots, self.merge, num_tokens)
         per_second = getattr(self.video, "tokens_per_second", 0)
-        return compute_mrope_positions(num_tokens, slots, self.merge, start, per_second)
+        return compute_mrope_positions(num_tokens, slots, self.merge, per_second)
 
     # -- videos
 
@@ -188,9 +185,8 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         numbers, seconds, seconds_per_frame = self._sample(video)
         refs, num = video.refs, len(numbers)
         if len({(ref.width, ref.height) for ref in refs}) > 1:
-            raise MediaRefused(
-                "the images of a video have different sizes", "resize them to the size of the first"
-            )
+            problem = "the images of a video have different sizes"
+            raise MediaRefused(problem, "resize them to the size of the first")
         grid = self._lay_out_frames(refs[0].width, refs[0].height, num).grid
         pairs = (pair_frames(values, self.temporal) for values in (numbers, seconds))
         steps = []
@@ -198,9 +194,8 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
             where: dict[str, Any] = {"frames": of_step}
             if video.ref is None:
                 where = {"further": tuple(refs[number] for number in of_step[1:])}
-            step = VideoStep(
-                number=k, num_frames=num, seconds=self.temporal * seconds_per_frame, **where
-            )
+            seconds_per_step = self.temporal * seconds_per_frame
+            step = VideoStep(number=k, num_frames=num, seconds=seconds_per_step, **where)
             ref = video.ref or refs[of_step[0]]
             item = MediaItem(ref, self.name, grid, self.video_fingerprint, step=step)
             steps.append(ShownStep(item, self.tell_time(times)))
@@ -223,16 +218,12 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
             seconds = [n / fps for n in numbers]
             per_frame = 1 / (len(numbers) / total * fps) if numbers else 1.0
         if len(numbers) < self.temporal:
-            raise MediaRefused(
-                f"the video has {len(numbers)} frames, and this model needs at least "
-                f"{self.temporal}",
-                "send it as an image",
-            )
+            least, count = self.temporal, len(numbers)
+            problem = f"the video has {count} frames, and this model needs at least {least}"
+            raise MediaRefused(problem, "send it as an image")
         if per_frame * self.temporal > MAX_STEP_S:
-            raise MediaRefused(
-                f"the video has {per_frame:.1f} seconds between frames, too many",
-                "give times in seconds, or send its frames as images",
-            )
+            problem = f"the video has {per_frame:.1f} seconds between frames, too many"
+            raise MediaRefused(problem, "give times in seconds, or send its frames as images")
         return numbers, seconds, per_frame
 
     def get_video_settings(self) -> VideoSettings:
@@ -260,10 +251,8 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
                 and item.grid == self._lay_out_frames(*sizes.pop(), step.num_frames).grid
             )
         if not is_ours:
-            raise Misaligned(
-                f"{item.name} with grid {item.grid} is not an item that this family makes",
-                "create items with family.steps",
-            )
+            problem = f"{item.name} with grid {item.grid} is not an item that this family makes"
+            raise Misaligned(problem, "create items with family.steps")
 
     def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
         """Return uint8 patches (patches, 3*temporal*patch*patch): channel, frame, row, column."""
@@ -271,11 +260,10 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         assert step is not None
         sizes = {frame.size for frame in frames}
         if len(frames) != self.temporal or sizes != {(ref.width, ref.height)}:
-            raise Misaligned(
-                f"{item.name}: got {len(frames)} frames of {sorted(sizes)}, but it has "
-                f"{self.temporal} of {(ref.width, ref.height)}",
-                "read the frames that the item names",
-            )
+            expected = f"{self.temporal} of {(ref.width, ref.height)}"
+            given = f"{len(frames)} frames of {sorted(sizes)}"
+            problem = f"{item.name}: got {given}, but it has {expected}"
+            raise Misaligned(problem, "read the frames that the item names")
         layout = self._lay_out_frames(ref.width, ref.height, step.num_frames)
         cut = [self.cut_patches(frame, layout) for frame in frames]
         by_channel = [patches.reshape(len(patches), 3, -1) for patches in cut]
@@ -306,10 +294,8 @@ def fit_size(
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     if min(width, height) < 1 or max(width, height) / min(width, height) > MAX_ASPECT:
-        raise MediaRefused(
-            f"an image of {size} is more than {MAX_ASPECT} times as long as wide",
-            "crop it, or split it into several images",
-        )
+        problem = f"an image of {size} is more than {MAX_ASPECT} times as long as wide"
+        raise MediaRefused(problem, "crop it, or split it into several images")
     area = max(num_frames, 1) * height * width
     rounded = round(max(num_frames, 1) / temporal) * temporal
     # A side under half a factor rounds to 0. The lower limit corrects this, as the area is 0.

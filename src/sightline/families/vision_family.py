@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -53,12 +53,10 @@ class VisionFamily(Family, Generic[Settings]):
     def feature_offsets(self, item: MediaItem) -> np.ndarray:
         return np.arange(self.num_tokens(item))
 
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
+    def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         """Return positions on one axis. Visual tokens count like text tokens."""
         check_slots_fit(slots, self.merge, num_tokens)
-        return compute_text_positions(num_tokens, start)
+        return compute_text_positions(num_tokens)
 
 
 class PixelFamily(VisionFamily[Settings]):
@@ -89,59 +87,41 @@ def _refuse_media(*_: object) -> NoReturn:
     raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
 
-_refuse_images: Any = _refuse_media  # untyped, to override any method
-
-
 class TextOnlyFamily(Family):
-    """The family of a text-only checkpoint."""
-
     shows_media = False
     video_refusal = "this checkpoint has no vision tower"
 
     def __init__(
-        self,
-        name: str,
-        overrides: dict[str, int] | None = None,
-        packing: Packing = TREE_PACKING,
+        self, name: str, overrides: dict[str, int] | None = None, packing: Packing = TREE_PACKING
     ) -> None:
         for key in overrides or {}:
-            raise FamilyError(
-                f"[model] {key} is set, but the checkpoint has no vision tower",
-                f"remove [model] {key} from the run file",
-            )
+            problem = f"[model] {key} is set, but the checkpoint has no vision tower"
+            raise FamilyError(problem, f"remove [model] {key} from the run file")
         self.name = name
         super().__init__({"family": name, "shows_media": False}, (), packing)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, None, self.packing)
 
-    compute_layout = cut_patches = num_tokens = feature_offsets = _refuse_images
-    check_item = steps = step_patches = repeat_frame = _refuse_images
+    compute_layout = cut_patches = num_tokens = feature_offsets = cast(Any, _refuse_media)
+    check_item = steps = step_patches = repeat_frame = cast(Any, _refuse_media)
 
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
+    def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         if slots:
-            raise Misaligned(
-                "image slots for a text-only checkpoint",
-                "render with the checkpoint's own renderer",
-            )
-        return compute_text_positions(num_tokens, start)
+            problem = "image slots for a text-only checkpoint"
+            raise Misaligned(problem, "render with the checkpoint's own renderer")
+        return compute_text_positions(num_tokens)
 
 
-def compute_text_positions(num_tokens: int, start: int) -> tuple[np.ndarray, int]:
-    """Return int32 positions (1, num_tokens) from `start`, and the next position."""
-    return np.arange(start, start + num_tokens, dtype=np.int32)[None], start + num_tokens
+def compute_text_positions(num_tokens: int) -> tuple[np.ndarray, int]:
+    """Return int32 positions (1, num_tokens), and the position after them."""
+    return np.arange(num_tokens, dtype=np.int32)[None], num_tokens
 
 
 def compute_mrope_positions(
-    num_tokens: int,
-    slots: Sequence[Slot],
-    merge: int,
-    start: int = 0,
-    tokens_per_second: int = 0,
+    num_tokens: int, slots: Sequence[Slot], merge: int, tokens_per_second: int = 0
 ) -> tuple[np.ndarray, int]:
-    """Return int32 MRoPE positions (3, num_tokens) from `start`, and the next position.
+    """Return int32 MRoPE positions (3, num_tokens), and the position after them.
 
     Each text token advances time, height and width by one. An image starts at the current position
     on all three axes. Its tokens are placed by the merged grid, and the text continues after the
@@ -150,7 +130,7 @@ def compute_mrope_positions(
     then continues after the largest position.
     """
     placed = np.empty((3, num_tokens), dtype=np.int32)
-    done, position, begin, last = 0, start, start, -1
+    done, position, begin, last = 0, 0, 0, -1
     for slot in slots:
         t, rows, columns = slot.item.grid
         h, w = rows // merge, columns // merge
@@ -161,10 +141,8 @@ def compute_mrope_positions(
         step = slot.item.step if tokens_per_second else None
         number = -1 if step is None else step.number
         if number > 0 and (text or number != last + 1):
-            raise Misaligned(
-                f"{slot.item.name} at token {slot.offset} does not follow the step before it",
-                "keep the steps of a video together and in order",
-            )
+            problem = f"{slot.item.name} at token {slot.offset} does not follow the step before it"
+            raise Misaligned(problem, "keep the steps of a video together and in order")
         begin, last = begin if number > 0 else position, number
         # In float32, like torch.
         later = 0

@@ -55,17 +55,13 @@ class ChatEndpoint:
     """Puts the images of requests into the store, and renders the prompt."""
     modality: str
     model: str
-    """Name of the served checkpoint."""
     max_model_len: int
 
     def routes(self, generate: GenerateFunction) -> list[Route]:
-        return [
-            *(
-                Route(path, partial(self._answer, kind, generate), methods=["POST"])
-                for path, kind in DIALECTS.items()
-            ),
-            Route("/v1/models", self._models),
-        ]
+        routes = [Route("/v1/models", self._models)]
+        for path, kind in DIALECTS.items():
+            routes.append(Route(path, partial(self._answer, kind, generate), methods=["POST"]))
+        return routes
 
     async def _models(self, http: Request) -> Response:
         return models_response(self.model, max_model_len=self.max_model_len)
@@ -84,13 +80,10 @@ class ChatEndpoint:
         # In a thread: it decodes base64, writes files and tokenizes long texts.
         chat_request, rendered = await asyncio.to_thread(self._read_request, dialect, body)
         name = f"chatcmpl-{secrets.token_hex(12)}"
+        token_ids, slots, model = rendered.token_ids, rendered.slots, chat_request.model or None
+        params = self._build_sampling_params(chat_request, len(token_ids))
         request = GenerateRequest.of(
-            rendered.token_ids,
-            rendered.slots,
-            self._build_sampling_params(chat_request, len(rendered.token_ids)),
-            self.modality,
-            request_id=name,
-            model=chat_request.model or None,
+            token_ids, slots, params, self.modality, request_id=name, model=model
         )
         response = await generate(request, http)
         answer = await asyncio.to_thread(self._build_response, chat_request, request, response)
@@ -148,12 +141,8 @@ class ChatEndpoint:
 
     def _spell_logprob(self, entry: Any) -> dict[str, Any]:
         text = self.renderer.decode([entry.token_id])
-        return {
-            "token": text,
-            "logprob": entry.logprob,
-            "bytes": list(text.encode()),
-            "top_logprobs": [],
-        }
+        spelled = {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
+        return {**spelled, "top_logprobs": []}
 
 
 def _use_openai_field_names(error: EngineError) -> EngineError:

@@ -171,17 +171,12 @@ class Engine(ABC):
     def build_requests(self, checked: ValidatedRequest) -> list[EngineRequest]:
         """Return one engine request for each choice of a validated request."""
         params = self._prepare_params(checked.params)
-        return [
-            self.request_class(
-                checked.prompt,
-                checked.slots,
-                checked.keys,
-                params,
-                None if params.seed is None else derive_choice_seed(params.seed, choice),
-                request_id=checked.request_id,
-            )
-            for choice in range(params.n)
-        ]
+        first = params.seed
+        # The first choice keeps the request's seed.
+        steps = (choice * 0x9E3779B97F4A7C15 for choice in range(params.n))
+        seeds = [None if first is None else (first + step) % 2**64 for step in steps]
+        fields = checked.prompt, checked.slots, checked.keys, params
+        return [self.request_class(*fields, seed, request_id=checked.request_id) for seed in seeds]
 
     def _prepare_params(self, params: SamplingParams) -> SamplingParams:
         """Return the sampling parameters as this engine needs them."""
@@ -200,9 +195,8 @@ class Engine(ABC):
         if self.num_waiting and self._count_waiting_with(len(requests)) > most:
             problem = f"{self.num_waiting} requests are waiting, the limit is {most}"
         elif self.num_waiting and self.waiting_bytes + more > most_bytes:
-            problem = (
-                f"{self.waiting_bytes} bytes of requests are waiting, the limit is {most_bytes}"
-            )
+            held = self.waiting_bytes
+            problem = f"{held} bytes of requests are waiting, the limit is {most_bytes}"
         else:
             return
         raise build_engine_error("overloaded", problem, "retry later, or send fewer at once")
@@ -270,8 +264,3 @@ class Engine(ABC):
             "now": self.now(),
             "busy": self.busy.since(since),
         }
-
-
-def derive_choice_seed(seed: int, choice: int) -> int:
-    """Return the seed of a choice. The first choice keeps the request's seed."""
-    return (seed + choice * 0x9E3779B97F4A7C15) % 2**64

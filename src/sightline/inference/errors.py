@@ -10,78 +10,49 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from sightline.errors import (
-    EngineError,
-    FingerprintMismatch,
-    MediaCorrupt,
-    MediaError,
-    MediaMissing,
-    MediaUndecodable,
-    MessageError,
-    Misaligned,
-    PromptTooLong,
-    SightlineError,
-    StoreFull,
-    WeightsError,
-    WireError,
-)
+from sightline import errors
+from sightline.errors import EngineError, MediaError, SightlineError
 from sightline.transport.http_server import json_response, receive_body
 from sightline.wire.generate import WEIGHTS_UNAVAILABLE, ErrorAnswer, ErrorBody
 
 RETRY_AFTER_S = 1
 MAX_BODY_BYTES = 64 << 20
-"""Maximum size of a request body."""
 CLIENT_CLOSED = 499
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-STATUS_BY_TYPE = {
-    "schema": 400,
-    "model": 400,
-    "token_ids": 400,
-    "too_long": 400,
-    "sampling": 400,
-    "slots": 400,
-    "pads": 400,
-    "unauthorized": 401,
-    "origin": 403,
-    "control": 403,
-    "media_missing": 404,
-    "unknown_url": 404,
-    "method": 405,
-    "unfinished": 408,
-    "fingerprint": 409,
-    "leased": 409,
-    "too_large": 413,
-    "content_type": 415,
-    "host": 421,
-    "media_corrupt": 422,
-    "media_undecodable": 422,
-    "media_refused": 422,
-    "weights": 422,
-    "not_finite": 500,
-    "engine": 500,
-    "overloaded": 503,
-    "media_unavailable": 503,
-    WEIGHTS_UNAVAILABLE: 503,
-    "stopping": 503,
-    "store_full": 507,
+_TYPES_BY_STATUS = {
+    400: ("schema", "model", "token_ids", "too_long", "sampling", "slots", "pads"),
+    401: ("unauthorized",),
+    403: ("origin", "control"),
+    404: ("media_missing", "unknown_url"),
+    405: ("method",),
+    408: ("unfinished",),
+    409: ("fingerprint", "leased"),
+    413: ("too_large",),
+    415: ("content_type",),
+    421: ("host",),
+    422: ("media_corrupt", "media_undecodable", "media_refused", "weights"),
+    500: ("not_finite", "engine"),
+    503: ("overloaded", "media_unavailable", WEIGHTS_UNAVAILABLE, "stopping"),
+    507: ("store_full",),
 }
+STATUS_BY_TYPE = {kind: status for status, kinds in _TYPES_BY_STATUS.items() for kind in kinds}
 """HTTP status of each error type. See docs/serving_api.md."""
 
 # The first match decides, so subclasses come before `MediaError`.
 _TYPE_BY_CLASS: tuple[tuple[type[SightlineError], str], ...] = (
-    (FingerprintMismatch, "fingerprint"),
-    (MediaMissing, "media_missing"),
-    (MediaCorrupt, "media_corrupt"),
-    (MediaUndecodable, "media_undecodable"),
-    (StoreFull, "store_full"),
+    (errors.FingerprintMismatch, "fingerprint"),
+    (errors.MediaMissing, "media_missing"),
+    (errors.MediaCorrupt, "media_corrupt"),
+    (errors.MediaUndecodable, "media_undecodable"),
+    (errors.StoreFull, "store_full"),
     (MediaError, "media_refused"),
-    (WireError, "schema"),
-    (PromptTooLong, "too_long"),
-    (MessageError, "schema"),
-    (Misaligned, "slots"),
-    (WeightsError, "weights"),
+    (errors.WireError, "schema"),
+    (errors.PromptTooLong, "too_long"),
+    (errors.MessageError, "schema"),
+    (errors.Misaligned, "slots"),
+    (errors.WeightsError, "weights"),
 )
 
 

@@ -48,13 +48,11 @@ class ServerComponents:
     @classmethod
     def load(cls, spec: ServerSpec, store: MediaStore | None = None) -> ServerComponents:
         """Load the checkpoint's family and renderer. `store` replaces the one in the spec."""
-        store = store or spec.open_store()
-        family = load_family(spec.model.path, **spec.model.overrides())
+        path, store = spec.model.path, store or spec.open_store()
+        family = load_family(path, **spec.model.overrides())
         check_length(family.position_limit, spec.inference.max_model_len)
         images = ImageIngestor(store, takes_addresses=False)
-        renderer = load_renderer(
-            spec.model.path, store, family, images, spec.inference.max_model_len
-        )
+        renderer = load_renderer(path, store, family, images, spec.inference.max_model_len)
         return cls(spec, store, family, renderer)
 
     def build_materializer(self) -> Materializer:
@@ -67,7 +65,6 @@ class ServerComponents:
         return materializer
 
     def build_server(self, engine: Engine) -> InferenceServer:
-        """Return the HTTP server in front of `engine`."""
         spec, family, renderer = self.spec, self.family, self.renderer
         path, max_model_len = spec.model_path, spec.inference.max_model_len
         validator = RequestValidator(
@@ -103,10 +100,7 @@ class ServerComponents:
 
 
 def serve(spec: ServerSpec, build_engine: Callable[[ServerComponents], Engine]) -> None:
-    """Serve until SIGTERM or SIGINT, then refuse unfinished requests with 503.
-
-    `build_engine` loads the model. The engine computes in this process.
-    """
+    """Serve until SIGTERM or SIGINT, then refuse unfinished requests with 503."""
     host = spec.inference.host
     check_address(host, spec.inference.token, "--token")
     tls = check_tls(spec.inference.tls_cert, spec.inference.tls_key, host)
@@ -129,9 +123,8 @@ def serve(spec: ServerSpec, build_engine: Callable[[ServerComponents], Engine]) 
     gc.collect()
     gc.freeze()
     server.engine.on_fatal_error = lambda: os._exit(ENGINE_DIED_EXIT_CODE)
-    print(
-        f"serving {spec.model.path} at {describe_link(host, port, has_tls=bool(tls))}", flush=True
-    )
+    link = describe_link(host, port, has_tls=bool(tls))
+    print(f"serving {spec.model.path} at {link}", flush=True)
     print("\n".join(components.renderer.describe()), flush=True)
     print(describe_prefix_reuse(components.family, spec.enable_prefix_caching), flush=True)
     _UvicornServer(config, server).run(sockets=[listening])

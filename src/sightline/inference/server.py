@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from sightline.errors import EngineError, MediaError, SightlineError
 from sightline.inference.chat_endpoint import ChatEndpoint, chat_error_response
+from sightline.inference.engine import Engine, EngineRequest
 from sightline.inference.errors import (
     MAX_BODY_BYTES,
     answer_errors,
@@ -39,24 +40,11 @@ from sightline.transport.http_server import (
     json_response,
     read_bearer,
 )
+from sightline.wire import generate as wire
 from sightline.wire.array import Array
-from sightline.wire.generate import (
-    WEIGHTS_UNAVAILABLE,
-    AdoptRequest,
-    Choice,
-    GenerateRequest,
-    GenerateResponse,
-    LeaseRequest,
-    Logprobs,
-    PromptLogprob,
-    SightlineFields,
-    TokenLogprob,
-)
+from sightline.wire.generate import GenerateRequest, GenerateResponse, PromptLogprob
 from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
 from sightline.wire.weights import Manifest, resolve_manifest
-
-if TYPE_CHECKING:
-    from sightline.inference.engine import Engine, EngineRequest
 
 Body = TypeVar("Body")
 
@@ -83,25 +71,24 @@ class ServerLease:
         """The run that holds the lease. Empty for none."""
         return self.run if time.monotonic() < self.until else ""
 
-    def take(self, request: LeaseRequest) -> None:
+    def take(self, request: wire.LeaseRequest) -> None:
         if self.holder not in ("", request.run):
             raise self._refusal(request.run)
         self.run = request.run if request.seconds else ""
         self.until = time.monotonic() + request.seconds
 
-    def check(self, run: str) -> None:
-        """Raise unless `run` took the last lease, or is empty and no lease is active."""
+    def check(self, manifest: Manifest) -> None:
+        """Raise unless the manifest's run took the last lease, or is empty and none is active."""
+        run = manifest.run
         if run != self.run and (run or self.holder):
             raise self._refusal(run)
 
     def _refusal(self, run: str) -> EngineError:
         requester = f"run {run}" if run else "a manifest without a run"
         if not self.holder:
-            return build_engine_error(
-                "leased",
-                f"{requester} has no lease of this server",
-                "POST its id to /sightline/v1/lease first, and renew it before it expires",
-            )
+            problem = f"{requester} has no lease of this server"
+            fix = "POST its id to /sightline/v1/lease first, and renew it before it expires"
+            return build_engine_error("leased", problem, fix)
         left_s = math.ceil(self.until - time.monotonic())
         return build_engine_error(
             "leased",
@@ -202,44 +189,40 @@ class InferenceServer:
     # --- weights and metrics
 
     async def _lease(self, http: Request) -> Response:
-        request = await self._read(
-            http, LeaseRequest, "send the id of a run, and 0 to 3600 seconds"
-        )
+        fix = "send the id of a run, and 0 to 3600 seconds"
+        request = await self._read(http, wire.LeaseRequest, fix)
         self.lease.take(request)
         return json_response({"run": self.lease.holder, "seconds": request.seconds})
 
     async def _adopt(self, http: Request) -> Response:
-        request = await self._read(http, AdoptRequest, "send the path of a manifest")
+        request = await self._read(http, wire.AdoptRequest, "send the path of a manifest")
 
         def adopt() -> Manifest:
             if request.content is not None:
                 return self._adopt_from_store(request.content)
             path = resolve_manifest(request.manifest, self.weights_root)
-            return self.engine.adopt(path, self._check_lease)
+            return self.engine.adopt(path, self.lease.check)
 
         async with self._adopting:
             manifest = await asyncio.to_thread(adopt)
         return json_response({"version": manifest.label, "vision_version": manifest.vision_version})
 
     def _adopt_from_store(self, manifest: Manifest) -> Manifest:
-        self._check_lease(manifest)
+        self.lease.check(manifest)
         assert self.fetcher is not None
         try:
             path = self.fetcher.fetch(manifest)
         except SightlineError as error:
             # An unreachable store may recover. Missing or corrupt data will not.
             is_unreachable = type(error) is MediaError and isinstance(error.__cause__, OSError)
-            kind = WEIGHTS_UNAVAILABLE if is_unreachable else "weights"
+            kind = wire.WEIGHTS_UNAVAILABLE if is_unreachable else "weights"
             raise build_engine_error(kind, error.problem, error.fix) from error
         except OSError as error:
             fix = "free space on the server's disk, or repair it"
-            raise build_engine_error(WEIGHTS_UNAVAILABLE, str(error), fix) from error
-        adopted = self.engine.adopt(path, self._check_lease)  # again: the fetch takes time
+            raise build_engine_error(wire.WEIGHTS_UNAVAILABLE, str(error), fix) from error
+        adopted = self.engine.adopt(path, self.lease.check)  # again: the fetch takes time
         self.fetcher.keep_only(path, manifest)
         return adopted
-
-    def _check_lease(self, manifest: Manifest) -> None:
-        self.lease.check(manifest.run)
 
     async def _read(self, http: Request, kind: type[Body], fix: str) -> Body:
         body = await read_body(http)
@@ -253,9 +236,8 @@ class InferenceServer:
         try:
             since = float(text)
         except ValueError:
-            raise build_engine_error(
-                "schema", f"since: {text!r}", "send seconds since 1970"
-            ) from None
+            problem = f"since: {text!r}"
+            raise build_engine_error("schema", problem, "send seconds since 1970") from None
         return json_response(self.engine.stats(since))
 
     async def _health(self, http: Request) -> Response:
@@ -286,12 +268,10 @@ class InferenceServer:
 async def _answer_unserved(http: Request, error: Exception) -> Response:
     """Return the error response for an unknown path or method."""
     is_method = isinstance(error, HTTPException) and error.status_code == 405
-    refusal = build_engine_error(
-        "method" if is_method else "unknown_url",
-        f"{http.method} {http.url.path[:80]!r} is not served here",
-        "POST /v1/chat/completions or /inference/v1/generate; docs/serving_api.md lists all paths",
-    )
-    return _respond(http.url.path, refusal)
+    kind = "method" if is_method else "unknown_url"
+    problem = f"{http.method} {http.url.path[:80]!r} is not served here"
+    fix = "POST /v1/chat/completions or /inference/v1/generate; docs/serving_api.md lists all paths"
+    return _respond(http.url.path, build_engine_error(kind, problem, fix))
 
 
 def _respond(path: str, error: SightlineError) -> Response:
@@ -310,19 +290,19 @@ def build_response(checked: ValidatedRequest, requests: list[EngineRequest]) -> 
     return GenerateResponse(
         request_id=checked.request_id,
         choices=[_build_choice(i, r, wants_logprobs) for i, r in enumerate(requests)],
-        sightline=SightlineFields([first.digests[k] for k in first.keys], first.cached_tokens),
+        sightline=wire.SightlineFields([first.digests[k] for k in first.keys], first.cached_tokens),
         prompt_logprobs=_build_prompt_logprobs(first),
     )
 
 
-def _build_choice(index: int, request: EngineRequest, wants_logprobs: bool) -> Choice:
+def _build_choice(index: int, request: EngineRequest, wants_logprobs: bool) -> wire.Choice:
     logprobs = None
     if wants_logprobs:
         pairs = zip(request.tokens, request.logprobs, strict=True)
-        logprobs = Logprobs([TokenLogprob(token, value) for token, value in pairs])
+        logprobs = wire.Logprobs([wire.TokenLogprob(token, value) for token, value in pairs])
     routes = request.routes
     array = None if routes is None else Array.of(routes, str(routes.dtype))
-    return Choice(index, request.tokens, request.finish_reason, logprobs, request.spans, array)
+    return wire.Choice(index, request.tokens, request.finish_reason, logprobs, request.spans, array)
 
 
 def _build_prompt_logprobs(request: EngineRequest) -> list[dict[int, PromptLogprob] | None] | None:

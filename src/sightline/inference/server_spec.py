@@ -29,13 +29,10 @@ class ServerSpec(ConfigSection):
     model: ModelConfig
     inference: InferenceConfig = InferenceConfig()
     media_roots: tuple[Annotated[str, BeforeValidator(str)], ...] = Field(
-        ...,
-        min_length=1,
-        description="Roots of the store, folders or addresses, in search order.",
+        ..., min_length=1, description="Roots of the store, folders or addresses, in search order."
     )
     media_token: SecretRef = Field(
-        "",
-        description="Token of the media service: env:NAME or file:PATH.",
+        "", description="Token of the media service: env:NAME or file:PATH."
     )
     media_cache_dir: str = Field(
         "",
@@ -59,8 +56,7 @@ class ServerSpec(ConfigSection):
     )
     run_id: str = Field("", description="Id of the run that starts the server.")
     enable_prefix_caching: bool = Field(
-        True,
-        description="Whether a finished sequence keeps its KV cache for the next turn.",
+        True, description="Whether a finished sequence keeps its KV cache for the next turn."
     )
     max_waiting: int = Field(
         4096, ge=0, description="Maximum number of waiting requests. More are answered with 503."
@@ -93,7 +89,6 @@ class ServerSpec(ConfigSection):
         return ServerSpec.of(**{**flat.pop("model"), **flat.pop("inference"), **flat, **values})
 
     def open_store(self) -> MediaStore:
-        """Open the store that holds the images of requests."""
         return open_store(
             self.media_roots[0],
             self.media_roots[1:],

@@ -18,7 +18,6 @@ from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_CHOICES = 64
 MAX_STOP_IDS = 256
-"""Maximum number of stop ids in a request."""
 MAX_NAME_CHARS = 256
 """Maximum length of a request id, and of a model name in an error."""
 BODY_BYTES_PER_TOKEN = 1024
@@ -35,8 +34,6 @@ _ERROR_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `
 
 @dataclass(slots=True, eq=False)
 class ValidatedRequest:
-    """A request that has passed validation."""
-
     prompt: np.ndarray
     """int32 (tokens,)."""
     slots: list[Slot]
@@ -67,25 +64,21 @@ class RequestValidator:
         return self.check_request(self._decode(body))
 
     def check_request(self, request: GenerateRequest) -> ValidatedRequest:
+        params = request.sampling_params
         if len(request.request_id) > MAX_NAME_CHARS:
-            raise build_engine_error(
-                "schema",
-                f"request_id: {len(request.request_id)} characters",
-                f"send at most {MAX_NAME_CHARS}",
-            )
+            problem = f"request_id: {len(request.request_id)} characters"
+            raise build_engine_error("schema", problem, f"send at most {MAX_NAME_CHARS}")
         if request.model is not None and request.model not in self.models:
-            raise build_engine_error(
-                "model",
-                f"model: {request.model[:MAX_NAME_CHARS]!r} is not served here",
-                f"leave it out, or send one of: {', '.join(sorted(self.models))}",
-            )
-        prompt = self._check_tokens(request.token_ids, request.sampling_params)
-        self._check_sampling(request.sampling_params)
+            problem = f"model: {request.model[:MAX_NAME_CHARS]!r} is not served here"
+            fix = f"leave it out, or send one of: {', '.join(sorted(self.models))}"
+            raise build_engine_error("model", problem, fix)
+        prompt = self._check_tokens(request.token_ids, params)
+        for name, allowed in _find_faults(params, self.vocab_size):
+            problem = f"sampling_params.{name}: {getattr(params, name)!r}"
+            raise build_engine_error("sampling", problem, f"send {allowed}")
         slots, keys = self._check_slots(request)
         self._check_pads(prompt, slots)
-        return ValidatedRequest(
-            prompt, slots, keys, request.sampling_params, request_id=request.request_id
-        )
+        return ValidatedRequest(prompt, slots, keys, params, request_id=request.request_id)
 
     def _decode(self, body: bytes) -> GenerateRequest:
         if excess := find_json_excess(body, self.max_model_len):
@@ -101,16 +94,13 @@ class RequestValidator:
         if not token_ids:
             raise build_engine_error("token_ids", "token_ids: empty", "send one token or more")
         if params.max_tokens < 1:
-            raise build_engine_error(
-                "sampling", f"sampling_params.max_tokens: {params.max_tokens}", "ask for 1 or more"
-            )
+            problem = f"sampling_params.max_tokens: {params.max_tokens}"
+            raise build_engine_error("sampling", problem, "ask for 1 or more")
         if len(token_ids) + params.max_tokens > self.max_model_len:
-            raise build_engine_error(
-                "too_long",
-                f"token_ids: {len(token_ids)} tokens plus max_tokens = {params.max_tokens} exceed "
-                f"max_model_len = {self.max_model_len}",
-                "shorten the prompt, lower max_tokens, or serve with a larger max_model_len",
-            )
+            total = f"{len(token_ids)} tokens plus max_tokens = {params.max_tokens}"
+            problem = f"token_ids: {total} exceed max_model_len = {self.max_model_len}"
+            fix = "shorten the prompt, lower max_tokens, or serve with a larger max_model_len"
+            raise build_engine_error("too_long", problem, fix)
         try:
             wide = np.array(token_ids, dtype=np.int64)
         except OverflowError:
@@ -124,30 +114,20 @@ class RequestValidator:
             )
         return wide.astype(np.int32)
 
-    def _check_sampling(self, params: SamplingParams) -> None:
-        for name, allowed in _find_faults(params, self.vocab_size):
-            raise build_engine_error(
-                "sampling", f"sampling_params.{name}: {getattr(params, name)!r}", f"send {allowed}"
-            )
-
     def _check_slots(self, request: GenerateRequest) -> tuple[list[Slot], list[str]]:
         if request.features is None:
             return [], []
         modality = self.family.modality
         if not self.family.shows_media or request.features.mm_hashes.keys() - {modality}:
-            raise build_engine_error(
-                "slots",
-                f"features: this checkpoint takes {modality if self.family.shows_media else 'no'}"
-                f" media, the request has {sorted(request.features.mm_hashes)}",
-                "render with the renderer of the served checkpoint",
-            )
+            allowed = modality if self.family.shows_media else "no"
+            sent = sorted(request.features.mm_hashes)
+            problem = f"features: this checkpoint takes {allowed} media, the request has {sent}"
+            fix = "render with the renderer of the served checkpoint"
+            raise build_engine_error("slots", problem, fix)
         num = sum(map(len, request.features.kwargs_data.values()))
         if num > len(request.token_ids):
-            raise build_engine_error(
-                "slots",
-                f"features.kwargs_data: {num} items for {len(request.token_ids)} tokens",
-                "send one item per slot",
-            )
+            problem = f"features.kwargs_data: {num} items for {len(request.token_ids)} tokens"
+            raise build_engine_error("slots", problem, "send one item per slot")
         slots = request.slots()
         for i, slot in enumerate(slots):
             self._check_item(i, slot, modality)
@@ -163,12 +143,10 @@ class RequestValidator:
             raise build_engine_error("slots", f"{path}: {error.problem}", error.fix) from error
         length = self.family.num_tokens(slot.item)
         if slot.length != length:
-            raise build_engine_error(
-                "slots",
-                f"features.mm_placeholders.{modality}[{i}]: {slot.length} tokens, but its grid "
-                f"{slot.item.grid} needs {length}",
-                "expand every image into as many pads as its grid needs",
-            )
+            place, grid = f"features.mm_placeholders.{modality}[{i}]", slot.item.grid
+            problem = f"{place}: {slot.length} tokens, but its grid {grid} needs {length}"
+            fix = "expand every image into as many pads as its grid needs"
+            raise build_engine_error("slots", problem, fix)
 
     def _check_pads(self, prompt: np.ndarray, slots: list[Slot]) -> None:
         """Raise unless the pads of the prompt are exactly the tokens in the slots."""
@@ -182,11 +160,8 @@ class RequestValidator:
         at = int(np.flatnonzero(pads != wanted)[0])
         inside = f"is in a slot, where {int(wanted[at])} is expected"
         where = "is outside every slot" if wanted[at] < 0 else inside
-        raise build_engine_error(
-            "pads",
-            f"token_ids[{at}]: {int(prompt[at])} {where}",
-            "send the slots that the renderer returned with these tokens",
-        )
+        fix = "send the slots that the renderer returned with these tokens"
+        raise build_engine_error("pads", f"token_ids[{at}]: {int(prompt[at])} {where}", fix)
 
 
 def _describe_schema_error(text: str) -> str:

@@ -43,11 +43,10 @@ class WeightFetcher:
             remove_of_dead(self._parent, prefix)
             root = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}_", dir=self._parent))
         except OSError as error:
-            raise WeightsError(
-                f"cannot create a folder for weights in {self._parent}: {error.strerror}",
-                "set [media] cache_dir, or the server's --media-cache-dir, to a writable folder of "
-                "this machine",
-            ) from error
+            problem = f"cannot create a folder for weights in {self._parent}: {error.strerror}"
+            setting = "[media] cache_dir, or the server's --media-cache-dir,"
+            fix = f"set {setting} to a writable folder of this machine"
+            raise WeightsError(problem, fix) from error
         weakref.finalize(self, shutil.rmtree, root, ignore_errors=True)
         return root
 

@@ -104,17 +104,13 @@ def _probe_in_process(path: Path) -> ProbeAnswer:
     try:
         done = subprocess.run(child, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise FamilyError(
-            f"{path}: the trials did not finish within {TIMEOUT_S} s",
-            f"run `{' '.join(words)}` to see where it stalls",
-        ) from error
+        problem = f"{path}: the trials did not finish within {TIMEOUT_S} s"
+        raise FamilyError(problem, f"run `{' '.join(words)}` to see where it stalls") from error
     try:
         return msgspec.json.decode(done.stdout.rpartition("\n\n")[2], type=ProbeAnswer)
     except msgspec.MsgspecError as error:
-        raise FamilyError(
-            f"{path}: the trials crashed: {done.stderr[-2000:]}",
-            f"run `{' '.join(words)}` to see the whole output",
-        ) from error
+        problem = f"{path}: the trials crashed: {done.stderr[-2000:]}"
+        raise FamilyError(problem, f"run `{' '.join(words)}` to see the whole output") from error
 
 
 load_renderer = AnyVLMRenderer.load

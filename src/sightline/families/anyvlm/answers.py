@@ -65,10 +65,7 @@ class CallFormat:
         return cls(opening, closing, written[: written.find(opening)], keys[0], tokenizer)
 
     def parse(self, ids: list[int], prefix: str) -> ParsedCompletion:
-        """Parse a completion's ids, and strip `prefix` from the content.
-
-        If any call is malformed, all calls stay in the text.
-        """
+        """Parse a completion's ids, and strip `prefix` from the content."""
         decode, added = self.tokenizer.decode, self.tokenizer.added_tokens
         marks = (added[self.opening], added[self.closing])
         content, calls, malformed = parse_calls(

@@ -97,11 +97,8 @@ class TemplateComposer(MessageRenderer):
             values: dict[str, Any] = self._findings.template_values
             return self._template.render(forms, tools, prompt, **values)
         except TemplateError as error:
-            raise MessageError.at(
-                "messages",
-                f"the chat template fails: {error.problem}",
-                "send what the template accepts",
-            ) from error
+            problem = f"the chat template fails: {error.problem}"
+            raise MessageError.at("messages", problem, "send what the template accepts") from error
 
     def _is_in_parts(self, message: Message) -> bool:
         return bool(message.images) or message.role in self._part_roles
@@ -153,11 +150,9 @@ class TemplateComposer(MessageRenderer):
         split = self.reasoning_format.cut_content if self.reasoning_format else str
         pieces = restore_texts(cut, contents, text, (*FORMS, split))
         if pieces is None:
-            raise MessageError.at(
-                "messages",
-                "the chat template changes texts in an unknown way",
-                "send texts without whitespace at their ends, and reasoning as reasoning_content",
-            )
+            problem = "the chat template changes texts in an unknown way"
+            fix = "send texts without whitespace at their ends, and reasoning as reasoning_content"
+            raise MessageError.at("messages", problem, fix)
         edges = list(accumulate((len(text) for text, _ in pieces), initial=0))
         image_ends = [
             edges[i] + match.end()
@@ -204,21 +199,16 @@ class TemplateComposer(MessageRenderer):
             return begin + len(self._header_text)
         begin = text.find(self.call_format.opening, least, most) if self.call_format else -1
         if begin < 0:
-            raise MessageError.at(
-                f"messages[{i}].tool_calls",
-                "these calls cannot be located in the chat template's text",
-                "add a text to the message",
-            )
+            problem = "these calls cannot be located in the chat template's text"
+            raise MessageError.at(f"messages[{i}].tool_calls", problem, "add a text to the message")
         return begin
 
     def _refuse_dropped(self, counts: list[int], numbers: list[int]) -> None:
         number = next((n for n in range(counts[-1]) if numbers.count(n) != 1), 0)
         i = next(i for i in range(len(counts) - 1) if counts[i] <= number < counts[i + 1])
-        raise MessageError.at(
-            f"messages[{i}].content",
-            "the chat template drops, repeats or moves this text",
-            "send content that the template writes",
-        )
+        problem = "the chat template drops, repeats or moves this text"
+        fix = "send content that the template writes"
+        raise MessageError.at(f"messages[{i}].content", problem, fix)
 
     def _find_end(
         self, marked: list[dict[str, Any]], tools: Tools | None, cut: list[str], edges: list[int]

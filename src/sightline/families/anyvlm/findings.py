@@ -34,7 +34,6 @@ class RowArray(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """The shape of one entry."""
     has_batch: bool
     """Whether the processor adds a leading batch axis of length 1."""
     is_ones: bool = False
@@ -44,7 +43,6 @@ class RowArray(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes per row."""
         return 0 if self.is_ones else math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -140,7 +138,6 @@ def digest_sources(path: Path) -> str:
 
 
 def find_version(package: str) -> str:
-    """Return the installed version of a package, or an empty string."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -86,10 +86,8 @@ class AnyVLMForward(TextForward):
     def __init__(self, model: Any, family: AnyVLMFamily, attention: str) -> None:
         text = find_text(model)
         if text is None or model.get_output_embeddings() is None:
-            raise FamilyError(
-                f"{type(model).__name__} has no decoder with layers, or no output head",
-                UNSUPPORTED,
-            )
+            problem = f"{type(model).__name__} has no decoder with layers, or no output head"
+            raise FamilyError(problem, UNSUPPORTED)
         super().__init__(model, text)
         self.family = family
         self._attends_itself = family.packing.kind == "rows"
@@ -198,16 +196,10 @@ class AnyVLMForward(TextForward):
             # Image tokens use the per-layer embeddings of the padding token.
             plain = token_ids[0].masked_fill(is_image > 0, self._text.config.pad_token_id)
             kinds["per_layer_inputs"] = self._text.get_per_layer_inputs(plain[index], None)
-        along_axes = positions[:, 0, index]
-        out = base(
-            inputs_embeds=embeds[index],
-            attention_mask=is_real.long(),
-            position_ids=along_axes if len(positions) > 1 else along_axes[0],
-            use_cache=False,
-            **kinds,
-        )
-        hidden: Tensor = out.last_hidden_state[is_real]
-        return hidden[None]
+        kinds |= {"inputs_embeds": embeds[index], "attention_mask": is_real.long()}
+        along_axes = positions[:, 0, index] if len(positions) > 1 else positions[0, 0, index]
+        out = base(position_ids=along_axes, use_cache=False, **kinds)
+        return out.last_hidden_state[is_real][None]
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         logits = super().logits(hidden)

@@ -61,11 +61,9 @@ def find_candidates(processor: Any) -> Iterator[tuple[str, dict[str, int]]]:
     if height and get("min_patches"):
         tiles = {"min_tiles": images.min_patches, "max_tiles": images.max_patches}
         yield "tiles_by_aspect", {**tiles, "tile_height": height, "tile_width": size["width"]}
-    limits = {
-        "min_pixels": get("min_pixels") or size.get("shortest_edge"),
-        "max_pixels": get("max_pixels") or edge,
-    }
-    if get("merge_size") and get("patch_size") and all(limits.values()):
+    least, most = get("min_pixels") or size.get("shortest_edge"), get("max_pixels") or edge
+    if get("merge_size") and get("patch_size") and least and most:
+        limits = {"min_pixels": least, "max_pixels": most}
         patches = {"patch": images.patch_size, "merge": images.merge_size, **limits}
         yield "patches", patches
         yield "patches", patches | {"enlarges": 1}
@@ -75,20 +73,18 @@ def find_candidates(processor: Any) -> Iterator[tuple[str, dict[str, int]]]:
     if (most := get("max_image_tokens")) and get("encoder_patch_size"):
         patch, merge = images.encoder_patch_size, images.downsample_factor
         splits, area = images.do_image_splitting, most * (patch * merge) ** 2
-        yield (
-            "tiles_of_large",
-            {
-                "patch": patch,
-                "merge": merge,
-                "min_tokens": images.min_image_tokens,
-                "max_tokens": most,
-                "max_patches": images.max_num_patches,
-                "large_area": int(area * images.max_pixels_tolerance),
-                "min_tiles": images.min_tiles if splits else 1,
-                "max_tiles": images.max_tiles if splits else 1,
-                "tile": images.tile_size,
-            },
-        )
+        tiles = {
+            "patch": patch,
+            "merge": merge,
+            "min_tokens": images.min_image_tokens,
+            "max_tokens": most,
+            "max_patches": images.max_num_patches,
+            "large_area": int(area * images.max_pixels_tolerance),
+            "min_tiles": images.min_tiles if splits else 1,
+            "max_tiles": images.max_tiles if splits else 1,
+            "tile": images.tile_size,
+        }
+        yield "tiles_of_large", tiles
     if height and get("resize_to_max_canvas") is False:
         yield "tiles_in_canvas", {"tile": height, "max_tiles": images.max_patches}
     merge = getattr(processor, "spatial_merge_size", None)
@@ -174,26 +170,17 @@ class ImageTokens:
         return result
 
     def find_rule(self, findings: Findings) -> Findings:
-        """Return the findings with the first rule that matches the processor.
-
-        If there is none, use the first that is wrong only for images with a small side, and refuse
-        these images.
-        """
+        """Return the findings with the first rule that matches the processor, or the first one that
+        is wrong only for images with a small side."""
         differences, limited = [], []
         for rule, settings in find_candidates(self.processor):
             expansions = self._learn(rule, settings, findings.pad)
             if not expansions:
-                raise FamilyError(
-                    f"its processor refuses every image that was tried: {self._refusal}",
-                    "fix the settings in preprocessor_config.json and processor_config.json",
-                )
-            candidate = msgspec.structs.replace(
-                findings,
-                rule=rule,
-                rule_settings=settings,
-                expansions=expansions,
-                merge=settings.get("merge", 1),
-            )
+                problem = f"its processor refuses every image that was tried: {self._refusal}"
+                fix = "fix the settings in preprocessor_config.json and processor_config.json"
+                raise FamilyError(problem, fix)
+            fields = {"rule": rule, "rule_settings": settings, "merge": settings.get("merge", 1)}
+            candidate = msgspec.structs.replace(findings, expansions=expansions, **fields)
             difference, min_side = self._find_difference(candidate)
             if not difference and min_side == 1:
                 return candidate
@@ -260,9 +247,8 @@ class ImageTokens:
             return None if both else f"{width}x{height} is refused by one of the two"
         arrays, text = processed
         pieces, num_rows = predicted
-        if pieces == split_pieces(text, family.findings.pad) and (
-            num_rows is None or num_rows == count_rows(arrays)
-        ):
+        has_same_rows = num_rows is None or num_rows == count_rows(arrays)
+        if pieces == split_pieces(text, family.findings.pad) and has_same_rows:
             return None
         return f"{width}x{height} becomes {text.count(family.findings.pad)} tokens"
 

@@ -156,10 +156,7 @@ def count_lines(width: int, height: int, settings: dict[str, int]) -> Size | Non
 
 
 def count_patches_in_budget(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """Resize to the area of `max_tokens` visual tokens, and round both sides down to whole tokens.
-
-    Each side has at least one token.
-    """
+    """Resize to the area of `max_tokens` visual tokens, and round down to whole tokens."""
     merge, factor = settings["merge"], settings["patch"] * settings["merge"]
     most = settings["max_tokens"]
     scale = math.sqrt(most * factor**2 / (width * height))

@@ -42,7 +42,6 @@ NUM_IDS = 64
 FORK = 26
 """The number of tokens that the first two sequences share."""
 LONG = 256
-"""The length of the longest sequence."""
 NUM_DECODED = 4
 """The number of tokens that are decoded one by one."""
 MAX_PARAMETERS = 1_500_000_000
@@ -70,9 +69,7 @@ class TriedPattern:
         return (at[None] <= at[:, None]) & (at[:, None] < torch.from_numpy(self.subtree_end)[None])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.mask, scale=scaling, enable_gqa=True
-        )
+        return F.scaled_dot_product_attention(q, k, v, self.mask, scale=scaling, enable_gqa=True)
 
 
 class TriedCache:
@@ -88,13 +85,10 @@ class TriedCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         cached = self._cached.get(layer, [k[:, :, :0], v[:, :, :0]])
         pairs = zip(cached, (k, v), strict=True)
-        k, v = self._cached[layer] = [
-            torch.cat([old[:, :, : self.start], new], dim=2) for old, new in pairs
-        ]
+        joined = (torch.cat([old[:, :, : self.start], new], dim=2) for old, new in pairs)
+        k, v = self._cached[layer] = list(joined)
         sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(self.start)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=sees, scale=scaling, enable_gqa=True
-        )
+        return F.scaled_dot_product_attention(q, k, v, sees, scale=scaling, enable_gqa=True)
 
 
 def try_packing(path: Path, config: Any, findings: Findings) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from sightline.errors import FamilyError, MediaRefused, MessageError, SightlineError
+from sightline.families.anyvlm import processor as processors
 from sightline.families.anyvlm.answers import TRIED_TOOLS
 from sightline.families.anyvlm.checkpoint import Checkpoint
 from sightline.families.anyvlm.findings import (
@@ -34,23 +35,10 @@ from sightline.families.anyvlm.findings import (
     digest_sources,
     find_version,
 )
-from sightline.families.anyvlm.forward import (
-    TOKEN_TYPES,
-    find_encoder,
-    find_text,
-    refuse_errors,
-)
+from sightline.families.anyvlm.forward import TOKEN_TYPES, find_encoder, find_text, refuse_errors
 from sightline.families.anyvlm.image_tokens import count_rows
 from sightline.families.anyvlm.layout import RULES
 from sightline.families.anyvlm.packing_trial import try_packing
-from sightline.families.anyvlm.processor import (
-    apply_template,
-    cut_patches,
-    find_image_text,
-    load_processor,
-    to_template_content,
-    uses_torchvision,
-)
 from sightline.families.anyvlm.render import (
     NUM_MESSAGES,
     AnyVLMRenderer,
@@ -68,11 +56,8 @@ from sightline.wire import MediaItem, Slot
 def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:
     model, config = checkpoint.model, checkpoint.config
     if checkpoint.shows_media and find_encoder(model) is None:
-        raise FamilyError(
-            f"{type(model).__name__} has no get_image_features, so image features cannot be "
-            "computed apart from the text",
-            UNSUPPORTED,
-        )
+        why = "so image features cannot be computed apart from the text"
+        raise FamilyError(f"{type(model).__name__} has no get_image_features, {why}", UNSUPPORTED)
     decoder = find_text(model)
     if not hasattr(decoder, "embed_tokens"):
         raise FamilyError(
@@ -87,7 +72,7 @@ def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:
             "packs sequences with that function",
             UNSUPPORTED,
         )
-    parts = (find_text(model), model.get_output_embeddings())
+    parts = (decoder, model.get_output_embeddings())
     own = {id(p) for part in parts if part is not None for p in part.parameters()}
     tower = {".".join(n.split(".")[:2]) for n, p in model.named_parameters() if id(p) not in own}
     text = config.get_text_config()
@@ -112,9 +97,9 @@ def try_processor(checkpoint: Checkpoint, findings: Findings) -> Findings:
     settings = json.loads(images.to_json_string())
     return msgspec.structs.replace(
         findings,
-        torchvision=find_version("torchvision") if uses_torchvision(processor) else "",
+        torchvision=find_version("torchvision") if processors.uses_torchvision(processor) else "",
         processor=settings | {"class": type(images).__name__},
-        image_token=find_image_text(processor),
+        image_token=processors.find_image_text(processor),
         counts_tokens=hasattr(processor, "_get_num_multimodal_tokens"),
     )
 
@@ -175,7 +160,7 @@ def try_arrays(checkpoint: Checkpoint, findings: Findings) -> Findings:
             continue
         raw = [made[name] for made in processed.values()]
         if rule == "lines":
-            raw = [cut_patches(array[0], settings["patch"]) for array in raw]
+            raw = [processors.cut_patches(array[0], settings["patch"]) for array in raw]
         has_batch = fills or raw[0].ndim == 5
         has_batch = has_batch or (name != "pixel_values" and arrays[0].has_batch)
         entries = [array[0] if has_batch else array for array in raw]
@@ -190,11 +175,9 @@ def try_arrays(checkpoint: Checkpoint, findings: Findings) -> Findings:
             counts = [len(entry) for entry in entries]
         shapes = {entry.shape[1:] for entry in entries}
         if len(shapes) > 1 or len(fill_values) > 1 or [len(entry) for entry in entries] != counts:
-            raise FamilyError(
-                f"the shape of {name} depends on the image size in an unsupported way: "
-                f"{sorted(shapes)[:3]}",
-                UNSUPPORTED,
-            )
+            examples = sorted(shapes)[:3]
+            problem = f"the shape of {name} depends on the image size in an unsupported way"
+            raise FamilyError(f"{problem}: {examples}", UNSUPPORTED)
         is_ones = name != "pixel_values" and all(bool((e == 1).all()) for e in entries)
         fill = int(fill_values.pop()) if fill_values else None
         dtype = entries[0].dtype.name
@@ -213,11 +196,9 @@ def try_positions(checkpoint: Checkpoint, findings: Findings) -> Findings:
     ids = torch.zeros(1, 20, dtype=torch.long)
     for slot in slots:
         ids[0, slot.offset : slot.end] = findings.pad_id
+    kinds, grids = (ids == findings.pad_id).int(), torch.tensor([grid, grid])
     theirs, _ = checkpoint.base.get_rope_index(
-        ids,
-        mm_token_type_ids=(ids == findings.pad_id).int(),
-        image_grid_thw=torch.tensor([grid, grid]),
-        attention_mask=torch.ones_like(ids),
+        ids, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=torch.ones_like(ids)
     )
     if findings.rule != "patches" or not np.array_equal(theirs[:, 0].numpy(), ours):
         raise FamilyError("the model gives image tokens positions that are not MRoPE", UNSUPPORTED)
@@ -234,7 +215,9 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
     tokenizer, shows_media = checkpoint.tokenizer, checkpoint.shows_media
     if shows_media:
         _check_prompt(checkpoint, findings.pad_id)
-    question = [{"role": "user", "content": to_template_content(user("a"), [], shows_media)}]
+    question = [
+        {"role": "user", "content": processors.to_template_content(user("a"), [], shows_media)}
+    ]
     text, ids = checkpoint.encode(question)
     num_plain = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     findings = msgspec.structs.replace(
@@ -263,19 +246,16 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
         sizes = [(ref.width, ref.height) for m in messages for ref in m.images]
         images = [Image.new("RGB", size) for size in sizes]
         given = [
-            {"role": m.role, "content": to_template_content(m, images, shows_media)}
+            {"role": m.role, "content": processors.to_template_content(m, images, shows_media)}
             | form_calls(m)
             | ({"reasoning_content": m.reasoning} if m.reasoning else {})
             for m in messages
         ]
         _, theirs = checkpoint.encode(given, prompt, tools)
         if ours != theirs:
-            before, we_write, they_write = find_split(renderer, ours, theirs)
-            raise FamilyError(
-                f"after {before!r} transformers writes {they_write!r}, and our renderer "
-                f"{we_write!r}",
-                UNSUPPORTED,
-            )
+            before, own, other = find_split(renderer, ours, theirs)
+            problem = f"after {before!r} transformers writes {other!r}, and our renderer {own!r}"
+            raise FamilyError(problem, UNSUPPORTED)
     return findings
 
 
@@ -284,16 +264,14 @@ def _check_prompt(checkpoint: Checkpoint, pad_id: int) -> None:
     processor = checkpoint.processor
     parts = [{"type": "text", "text": "7"}, {"type": "image", "image": Image.new("RGB", (64, 64))}]
     talk = [{"role": "user", "content": parts}]
-    text, encoded = apply_template(processor, checkpoint.template, talk)
-    before, mark, _ = text.partition(find_image_text(processor))
+    text, encoded = processors.apply_template(processor, checkpoint.template, talk)
+    before, mark, _ = text.partition(processors.find_image_text(processor))
     ids, kinds = (np.asarray(encoded.get(n, [])).reshape(-1) for n in ("input_ids", TOKEN_TYPES[0]))
     first = int((ids == pad_id).argmax())
     if mark and "7" in before and "7" not in processor.tokenizer.decode(ids[:first].tolist()):
-        raise FamilyError(
-            f"{type(processor).__name__} moves every image to the start of the prompt, so a later "
-            "turn with an image would change the tokens of earlier turns",
-            UNSUPPORTED,
-        )
+        why = "so a later turn with an image would change the tokens of earlier turns"
+        what = f"{type(processor).__name__} moves every image to the start of the prompt"
+        raise FamilyError(f"{what}, {why}", UNSUPPORTED)
     takes_kinds = TOKEN_TYPES[0] in inspect.signature(type(checkpoint.base).forward).parameters
     if takes_kinds and len(kinds) and not np.array_equal(kinds, ids == pad_id):
         raise FamilyError(
@@ -355,25 +333,22 @@ TEXT_TRIALS = ("model class", "packing", "chat template")
 
 def run_trials(path: Path) -> ProbeAnswer:
     """Run all trials. transformers' warnings about the tried images are hidden."""
+    processors.load_processor.cache_clear()  # files may have changed
+    checkpoint = Checkpoint(path)
+    findings = Findings(source=digest_sources(path), transformers=find_version("transformers"))
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        return _run_trials(path)
+        for name, trial in TRIALS.items():
+            try:
+                with refuse_errors(path):
+                    if checkpoint.shows_media or name in TEXT_TRIALS:
+                        findings = trial(checkpoint, findings)
+            except SightlineError as error:
+                problem = f"the {name} trial failed: {error.problem}"
+                return ProbeAnswer(problem=problem, fix=error.fix)
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-def _run_trials(path: Path) -> ProbeAnswer:
-    load_processor.cache_clear()  # files may have changed
-    checkpoint = Checkpoint(path)
-    findings = Findings(source=digest_sources(path), transformers=find_version("transformers"))
-    for name, trial in TRIALS.items():
-        try:
-            with refuse_errors(path):
-                if checkpoint.shows_media or name in TEXT_TRIALS:
-                    findings = trial(checkpoint, findings)
-        except SightlineError as error:
-            return ProbeAnswer(problem=f"the {name} trial failed: {error.problem}", fix=error.fix)
     return ProbeAnswer(findings)
 
 

@@ -93,10 +93,8 @@ def check_processor(processor: Any, path: Path) -> None:
             UNSUPPORTED,
         )
     if not (processor.chat_template or processor.tokenizer.chat_template):
-        raise FamilyError(
-            f"{path} has no chat template",
-            "copy chat_template.jinja from the checkpoint. Base models have none and cannot chat",
-        )
+        fix = "copy chat_template.jinja from the checkpoint. Base models have none and cannot chat"
+        raise FamilyError(f"{path} has no chat template", fix)
     if processor.image_token not in processor.tokenizer.get_vocab():
         raise FamilyError(
             f"the tokenizer lacks {processor.image_token!r}, the processor's token for an image",
@@ -168,12 +166,9 @@ def _import_processor(name: str) -> Any:
 
 def process(processor: Any, image: Image.Image) -> tuple[dict[str, np.ndarray], str]:
     """Return the arrays of one image, and the text that represents it in a prompt."""
-    outputs = processor(
-        images=[[image]],
-        text=[find_image_text(processor)],
-        return_tensors="pt" if uses_torchvision(processor) else "np",
-        return_text_replacement_offsets=True,
-    )
+    kind = "pt" if uses_torchvision(processor) else "np"
+    options = {"return_tensors": kind, "return_text_replacement_offsets": True}
+    outputs = processor(images=[[image]], text=[find_image_text(processor)], **options)
     texts = outputs.pop("text_replacement_offsets")
     if [len(parts) for parts in texts] != [1]:
         counts = ", ".join(str(len(parts)) for parts in texts)
@@ -233,15 +228,9 @@ def apply_template(
     forms = [{**message, "content": _hide_images(message["content"])} for message in messages]
     values: dict[str, Any] = dict(get_tokenizer(processor).special_tokens_map)
     text = template.render(forms, tools, prompt, **values)
-    inputs = processor.apply_chat_template(
-        messages,
-        chat_template="{{ rendered_text }}",
-        rendered_text=text,
-        tokenize=True,
-        return_dict=True,
-        processor_kwargs=process_options(processor),
-        **options,
-    )
+    options |= {"tokenize": True, "return_dict": True}
+    options |= {"processor_kwargs": process_options(processor), "rendered_text": text}
+    inputs = processor.apply_chat_template(messages, chat_template="{{ rendered_text }}", **options)
     return text, inputs
 
 

@@ -62,10 +62,7 @@ whether a user message follows."""
 
 
 def draw_history(num_messages: int, has_calls: bool = False) -> list[Message]:
-    """Return a conversation that alternates between user and assistant, with several images.
-
-    With `has_calls`, some answers are tool calls, and tool messages follow them.
-    """
+    """Return a conversation of a user and an assistant with several images and, maybe, calls."""
     answers = [TRIED_CALL, TRIED_ANSWER, assistant("b")] if has_calls else [assistant("b")]
     turns = [[user("a"), *answers], [user("c", _REF), *answers], [user(_REF, "d", _REF), *answers]]
     return [message for _ in range(4) for turn in turns for message in turn][:num_messages]
@@ -86,18 +83,12 @@ class AnyVLMRenderer(TemplateComposer):
     format_name = "the checkpoint's chat template"
     format_reason = "its trials passed"
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        family: AnyVLMFamily,
-        resolver: ImageResolver,
-        template: ChatTemplate,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, family: AnyVLMFamily, resolver: ImageResolver) -> None:
         findings: Findings = family.findings
         super().__init__(tokenizer, family, resolver, findings.vocab_size)
         self._images = family
         self._findings = findings
-        self._template = template
+        self._template = self.find_template(family.path)
         self._added = tokenizer.added_pattern
         self._part_roles = self._find_part_roles()
         pads = (findings.pad_id, *self._find_marks()) if family.shows_media else ()
@@ -115,8 +106,7 @@ class AnyVLMRenderer(TemplateComposer):
         cls, path: Path, family: AnyVLMFamily, resolver: ImageResolver | None = None
     ) -> AnyVLMRenderer:
         """Load the renderer of a folder. Messages that only contain refs need no resolver."""
-        template = cls.find_template(path)
-        return cls(Tokenizer(path), family, cast(ImageResolver, resolver), template)
+        return cls(Tokenizer(path), family, cast(ImageResolver, resolver))
 
     @staticmethod
     def find_template(path: Path) -> ChatTemplate:
@@ -325,11 +315,8 @@ class AnyVLMRenderer(TemplateComposer):
                     run.add_text(part, range(place, at))
         _ = run.position  # encodes the last text
         if num_images != len(items):
-            raise MessageError.at(
-                "messages",
-                f"there are {len(items)} images, but the chat template writes {num_images}",
-                "put images into user messages",
-            )
+            problem = f"there are {len(items)} images, but the chat template writes {num_images}"
+            raise MessageError.at("messages", problem, "put images into user messages")
         return run
 
     def _add_image(self, run: TokenRun, items: list[MediaItem], shown: int, place: int) -> None:
@@ -359,10 +346,8 @@ class AnyVLMRenderer(TemplateComposer):
         composed = self._compose(messages, generation_prompt, tools)
         head = self._findings.first_ids
         run = self._encode(composed, messages, len(head))
-        trained = [
-            Span(run.find(start), run.find(end + len(self._closing)))
-            for start, end in composed.answers
-        ]
+        closing = len(self._closing)
+        trained = [Span(run.find(a), run.find(b + closing)) for a, b in composed.answers]
         return Rendered([*head, *run.ids], run.slots, run.find_spans(0, composed.ends), trained)
 
     def bridge_read(

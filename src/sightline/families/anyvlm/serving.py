@@ -63,7 +63,6 @@ class Serving(ServingSpec):
         return tuple(family.findings.tower)
 
     def check_servable(self, folder: Path, takes_updates: bool) -> None:
-        """Raise FamilyError for a model that vLLM computes differently from the trainer."""
         text = read_json(folder / "config.json").get("text_config", {}).get("model_type")
         if reason := _find_refusal(load_findings(folder), text):
             raise FamilyError(f"{folder}: vLLM cannot serve it: {reason}", TORCH)
@@ -95,7 +94,6 @@ class Serving(ServingSpec):
     def build_fields(
         self, family: AnyVLMFamily, item: MediaItem, patches: np.ndarray, normalizes: bool
     ) -> dict[str, EngineField]:
-        """Return the processor's arrays, the grid and the number of features for one image."""
         findings, fields = family.findings, {}
         if findings.rule == "lines" and len(patches) == findings.merge**2:
             raise MediaRefused(
@@ -122,10 +120,8 @@ class Serving(ServingSpec):
                 grid = grid[1:] * findings.rule_settings["patch"]
             fields[name] = EngineField(grid, is_flat=False, stays_on_host=True)
         if is_own:
-            num_tiles = np.array([len(patches)])
-            return fields | {
-                "num_patches": EngineField(num_tiles, is_flat=True, stays_on_host=True)
-            }
+            num_tiles = EngineField(np.array([len(patches)]), is_flat=True, stays_on_host=True)
+            return fields | {"num_patches": num_tiles}
         num_features = np.array(len(family.feature_offsets(item)))
         fields["num_image_patches"] = EngineField(num_features, is_flat=False, stays_on_host=True)
         return fields

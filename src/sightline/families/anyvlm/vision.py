@@ -24,12 +24,11 @@ from sightline.families.vision_family import (
     compute_mrope_positions,
     compute_text_positions,
 )
+from sightline.render import Tokenizer
 from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from sightline.render import Tokenizer
 
 GRID_RULES = ("patches", "patches_in_budget", "lines")
 MAX_CACHED_OFFSETS = 1024
@@ -142,8 +141,6 @@ class AnyVLMFamily(Family):
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        from sightline.render import Tokenizer
-
         return Tokenizer(self.path)
 
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
@@ -159,13 +156,11 @@ class AnyVLMFamily(Family):
             )
         return rows
 
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
+    def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         check_slots_order(slots, [self.num_tokens(slot.item) for slot in slots], num_tokens)
         if self.num_axes > 1:
-            return compute_mrope_positions(num_tokens, slots, self.findings.merge, start)
-        return compute_text_positions(num_tokens, start)
+            return compute_mrope_positions(num_tokens, slots, self.findings.merge)
+        return compute_text_positions(num_tokens)
 
 
 def fill_lines(pieces: list[tuple[str, int]], rows: int, columns: int) -> list[tuple[str, int]]:

@@ -8,7 +8,7 @@ engine's KV cache: prefilled in two steps, and then decoded token by token.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -70,22 +70,17 @@ class TriedRow:
         return np.arange(len(self.token_ids))
 
 
+@dataclass
 class WeightsTrial:
-    def __init__(
-        self,
-        forward: TextForward,
-        family: AnyVLMFamily,
-        own_attention: Callable[[], AbstractContextManager[None]],
-        build_pattern: Callable[[np.ndarray], Any],
-        engine: EngineTrial | None,
-    ) -> None:
-        self._forward = forward
-        self._build_pattern = build_pattern
-        self._engine = engine
-        self._own_attention = own_attention
-        self._family = family
-        self._renderer = AnyVLMRenderer.load(self._family.path, self._family)
-        self._parameter = next(forward.model.parameters())
+    forward: TextForward
+    family: AnyVLMFamily
+    own_attention: Callable[[], AbstractContextManager[None]]
+    build_pattern: Callable[[np.ndarray], Any]
+    engine: EngineTrial | None
+
+    def __post_init__(self) -> None:
+        self._renderer = AnyVLMRenderer.load(self.family.path, self.family)
+        self._parameter = next(self.forward.model.parameters())
 
     @torch.no_grad()
     def run(self) -> None:
@@ -94,14 +89,14 @@ class WeightsTrial:
         long = self._build_row(self._draw_long(), NUM_DECODED)
         short = self._build_row(([user(SHORT)], []), NUM_DECODED)
         ends = np.cumsum([len(long.token_ids), len(short.token_ids)])
-        pattern = self._build_pattern(np.repeat(ends, np.diff(ends, prepend=0)))
+        pattern = self.build_pattern(np.repeat(ends, np.diff(ends, prepend=0)))
         hidden = self._compute([(long, long.tokens), (short, short.tokens)], pattern)
         lengths = f"rows of {len(long.token_ids)} and {len(short.token_ids)} tokens"
         for row, end in zip((long, short), ends.tolist(), strict=True):
-            logits = self._forward.logits(hidden[end - NUM_DECODED : end])
+            logits = self.forward.logits(hidden[end - NUM_DECODED : end])
             self._compare(f"in one pass over {lengths}", logits, row.logits)
-        if self._engine is not None and self._family.packing.kind != "rows":
-            self._try_decoding(self._engine, [long, short], lengths)
+        if self.engine is not None and self.family.packing.kind != "rows":
+            self._try_decoding(self.engine, [long, short], lengths)
 
     def _try_tree(self) -> None:
         row = self._build_row(self._draw_short(), 0)
@@ -116,11 +111,11 @@ class WeightsTrial:
                 [length + tail] * fork + [length] * tail + [length + tail] * tail,
             ),
         }
-        if self._family.packing.kind == "rows":
+        if self.family.packing.kind == "rows":
             del tried["as a tree"]
         for kind, (computed, ends) in tried.items():
-            hidden = self._compute([(row, computed)], self._build_pattern(np.array(ends)))
-            self._compare(f"computed {kind}", self._forward.logits(hidden), row.logits[computed])
+            hidden = self._compute([(row, computed)], self.build_pattern(np.array(ends)))
+            self._compare(f"computed {kind}", self.forward.logits(hidden), row.logits[computed])
 
     def _try_decoding(self, engine: EngineTrial, rows: list[TriedRow], lengths: str) -> None:
         """Prefill the rows in two steps, and decode their last tokens one by one."""
@@ -129,15 +124,13 @@ class WeightsTrial:
         prompts = ends - NUM_DECODED
         steps = [0 * ends, prompts // 2, *(prompts + i for i in range(NUM_DECODED + 1))]
         for number, (starts, stops) in enumerate(zip(steps, steps[1:], strict=False)):
-            parts = [
-                (row, row.tokens[start:stop])
-                for row, start, stop in zip(rows, starts, stops, strict=True)
-            ]
+            spans = zip(rows, starts, stops, strict=True)
+            parts = [(row, row.tokens[start:stop]) for row, start, stop in spans]
             pattern = build(np.arange(len(rows)), starts, stops - starts)
             hidden = self._compute(parts, pattern)
             for i, row in enumerate(rows):
                 if (decoded := number - 2) >= 0:
-                    logits = self._forward.logits(hidden[i : i + 1])
+                    logits = self.forward.logits(hidden[i : i + 1])
                     reference = row.logits[decoded : decoded + 1]
                     self._compare(f"decoded with the KV cache for {lengths}", logits, reference)
 
@@ -146,74 +139,67 @@ class WeightsTrial:
         allowed = TOLERANCES[reference.dtype]
         if not difference <= allowed:
             raise FamilyError(
-                f"{self._family.path}: the weights trial failed: {tried}, logits differ from "
-                f"{type(self._forward.model).__name__}'s own by {difference:.2g} of the largest "
+                f"{self.family.path}: the weights trial failed: {tried}, logits differ from "
+                f"{type(self.forward.model).__name__}'s own by {difference:.2g} of the largest "
                 f"logit ({allowed:.0e} is allowed), so its layers do more than causal attention",
                 UNSUPPORTED,
             )
 
     def _draw_short(self) -> tuple[list[Message], list[Image.Image]]:
         messages, images = _draw_conversation()
-        return (messages, images) if self._family.shows_media else (remove_images(messages), [])
+        return (messages, images) if self.family.shows_media else (remove_images(messages), [])
 
     def _draw_long(self) -> tuple[list[Message], list[Image.Image]]:
         """Return a conversation of as many tokens as a row may have."""
-        limit = LONG_ROW if self._engine is None else self._engine.max_model_len
+        limit = LONG_ROW if self.engine is None else self.engine.max_model_len
         limit = min(limit, MAX_LONG_ROW)
         if self._parameter.device.type == "cpu":
-            num_parameters = sum(p.numel() for p in self._forward.model.parameters())
+            num_parameters = sum(p.numel() for p in self.forward.model.parameters())
             limit = min(limit, max(LONG_ROW // 2, int(CPU_OPERATIONS / num_parameters)))
         messages, images = self._draw_short()
 
         def lengthen(num_words: int) -> list[Message]:
             return [*messages, assistant("no"), user(WORD * num_words + "why?")]
 
-        few, more = (
-            len(self._renderer.render_read(lengthen(n), None, True).token_ids) for n in (1, 101)
-        )
+        render = self._renderer.render_read
+        few, more = (len(render(lengthen(n), None, True).token_ids) for n in (1, 101))
         return lengthen(1 + max(0, (limit - few) * 100 // (more - few))), images
 
     def _build_row(self, talk: tuple[list[Message], list[Image.Image]], last: int) -> TriedRow:
         """Render a conversation, and compute its features and the model's `last` logits, or all."""
         messages, images = talk
         rendered = self._renderer.render_read(messages, None, True)
-        slots, features = rendered.slots, None
-        pads = [slot.offset + self._family.feature_offsets(slot.item) for slot in slots]
+        token_ids, slots, features = rendered.token_ids, rendered.slots, None
+        pads = [slot.offset + self.family.feature_offsets(slot.item) for slot in slots]
         if slots:
             items = [slot.item for slot in slots]
             patches = np.concatenate(
-                [self._family.patches(i, item) for i, item in zip(images, items, strict=True)]
+                [self.family.patches(i, item) for i, item in zip(images, items, strict=True)]
             )
             stacked = torch.from_numpy(patches).to(self._parameter.device)
-            features = self._forward.encode(stacked, [item.grid for item in items])
-        return TriedRow(
-            np.array(rendered.token_ids),
-            self._family.positions(len(rendered.token_ids), slots)[0].astype(np.int64),
-            np.concatenate(pads) if pads else np.zeros(0, dtype=np.int64),
-            features,
-            slots[-1].end if slots else len(rendered.token_ids) // 2,
-            self._run_model(rendered.token_ids, images, messages, last),
-        )
+            features = self.forward.encode(stacked, [item.grid for item in items])
+        positions = self.family.positions(len(token_ids), slots)[0].astype(np.int64)
+        places = np.concatenate(pads) if pads else np.zeros(0, dtype=np.int64)
+        fork = slots[-1].end if slots else len(token_ids) // 2
+        logits = self._run_model(token_ids, images, messages, last)
+        return TriedRow(np.array(token_ids), positions, places, features, fork, logits)
 
     def _run_model(
         self, token_ids: list[int], images: list[Image.Image], messages: list[Message], last: int
     ) -> Tensor:
         """Return the whole model's `last` logits, or all, for the inputs from its own processor."""
-        processor, model = load_processor(self._family.path), self._forward.model
-        shows_media = self._family.shows_media
+        processor, model = load_processor(self.family.path), self.forward.model
+        template = AnyVLMRenderer.find_template(self.family.path)
+        shows_media = self.family.shows_media
         talk = [
             {"role": m.role, "content": to_template_content(m, images, shows_media)}
             for m in messages
         ]
-        _, inputs = apply_template(
-            processor,
-            AnyVLMRenderer.find_template(self._family.path),
-            talk,
-            return_tensors="pt" if uses_torchvision(processor) else "np",
-        )
+        kind = "pt" if uses_torchvision(processor) else "np"
+        _, inputs = apply_template(processor, template, talk, return_tensors=kind)
         if inputs["input_ids"][0].tolist() != token_ids:
             raise FamilyError(
-                f"{self._family.path}: the weights trial failed: the processor writes other tokens "
+                f"{self.family.path}: the weights trial failed: the processor writes other tokens "
                 "than it did for the probe",
                 "install the same transformers in every environment of the run",
             )
@@ -225,7 +211,7 @@ class WeightsTrial:
         }
         if last and "logits_to_keep" in inspect.signature(model.forward).parameters:
             arguments["logits_to_keep"] = last
-        with self._own_attention():
+        with self.own_attention():
             logits: Tensor = model(**arguments, use_cache=False).logits[0]
         return logits[-last:]
 
@@ -234,31 +220,17 @@ class WeightsTrial:
         device = self._parameter.device
         token_ids = np.concatenate([row.token_ids[tokens] for row, tokens in parts])
         along = np.concatenate([row.positions[:, tokens] for row, tokens in parts], axis=1)
-        features, places = None, np.concatenate(list(_find_places(parts)))
+        masks = [np.isin(tokens, row.pads) for row, tokens in parts]
+        places, features = np.flatnonzero(np.concatenate(masks)), None
         if len(places):
-            features = torch.cat(
-                [
-                    row.features[np.searchsorted(row.pads, tokens[np.isin(tokens, row.pads)])]
-                    for row, tokens in parts
-                    if row.features is not None
-                ]
-            )
-        hidden = self._forward.hidden(
-            torch.from_numpy(token_ids).to(device)[None],
-            torch.from_numpy(along).to(device)[:, None],
-            features,
-            torch.from_numpy(places).to(device),
-            pattern,
-        )
-        return hidden[0]
-
-
-def _find_places(parts: list[PackRow]) -> Iterator[np.ndarray]:
-    """Yield the indices of each row's image tokens in the run."""
-    start = 0
-    for row, tokens in parts:
-        yield start + np.flatnonzero(np.isin(tokens, row.pads))
-        start += len(tokens)
+            shown = [
+                row.features[np.searchsorted(row.pads, tokens[mask])]
+                for (row, tokens), mask in zip(parts, masks, strict=True)
+                if row.features is not None
+            ]
+            features = torch.cat(shown)
+        ids, axes, at = (torch.from_numpy(x).to(device) for x in (token_ids, along, places))
+        return self.forward.hidden(ids[None], axes[:, None], features, at, pattern)[0]
 
 
 def _draw_conversation() -> tuple[list[Message], list[Image.Image]]:

@@ -35,7 +35,6 @@ from sightline.families.turn_parsing import (
 from sightline.message import ImageResolver, Message, TextPart, ToolCall, is_whole_text
 from sightline.render import Emitter
 from sightline.render.protocol import Tools
-from sightline.wire import MediaItem
 
 NO_THINK = "/nothink"
 _TOOLS_HEAD = (
@@ -69,6 +68,7 @@ class Glm46V(BaseRenderer):
 
     format_name = "GLM-4.6V"
     image_roles: ClassVar[tuple[str, ...]] = ("system", "user", "tool")
+    image_marks = ("<|begin_of_image|>", "<|end_of_image|>")
     video_mark = f"<|begin_of_video|>{_VIDEO_PAD}<|end_of_video|>"
     lists_tool_content = True  # its template adds a newline after a string
 
@@ -80,8 +80,8 @@ class Glm46V(BaseRenderer):
         self.end_id = self.openers["user"]
         others = self.find_token_ids(("<|endoftext|>",))
         self.stop_token_ids = (*self.openers.values(), *others)
-        self._pad = self.video_pad_id = token_id("<|image|>")
-        self.pad_token_ids = (self._pad, *self.find_token_ids(_MEDIA_MARKS))
+        self.video_pad_id = token_id("<|image|>")
+        self.pad_token_ids = (self.video_pad_id, *self.find_token_ids(_MEDIA_MARKS))
         self._think, self._end_think = token_id(THINK), token_id(END_THINK)
         self._call_start, self._call_end = token_id("<tool_call>"), token_id("</tool_call>")
         self._argument_marks = [token_id(mark) for mark in _ARGUMENT_MARKS]
@@ -103,7 +103,6 @@ class Glm46V(BaseRenderer):
         return 0
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
-        """Return the index of the last user message."""
         return max((i for i, m in enumerate(messages) if m.role == "user"), default=-1)
 
     def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
@@ -166,11 +165,6 @@ class Glm46V(BaseRenderer):
             emitter.marked("</arg_value>\n")
         emitter.marked("</tool_call>")
 
-    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
-        emitter.marked("<|begin_of_image|>")
-        emitter.image(item, self._pad, self._family.num_tokens(item))
-        emitter.marked("<|end_of_image|>")
-
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
         """Emit each step as an image, followed by its time."""
         assert isinstance(self._family, GlmVFamily)
@@ -213,11 +207,9 @@ class Glm46V(BaseRenderer):
 
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
         reasoning, rest = self._split_reasoning(ids)
+        marks = (self._call_start, self._call_end)
         content, calls, malformed = parse_calls(
-            rest,
-            (self._call_start, self._call_end),
-            self._tokenizer,
-            lambda inner: self._parse_call(inner, tools),
+            rest, marks, self._tokenizer, lambda inner: self._parse_call(inner, tools)
         )
         return ParsedCompletion(content.strip(), reasoning, calls, malformed)
 
@@ -240,10 +232,8 @@ class Glm46V(BaseRenderer):
         if len(set(keys)) < len(keys):
             return None
         declared = get_parameters(tools, name)
-        arguments = {
-            key: parse_value(value, declared.get(key), _spell)
-            for key, value in zip(keys, values, strict=True)
-        }
+        pairs = zip(keys, values, strict=True)
+        arguments = {k: parse_value(value, declared.get(k), _spell) for k, value in pairs}
         encoded = json.dumps(arguments, ensure_ascii=False)
         return ToolCall(name=name, arguments=encoded) if is_whole_text(encoded) else None
 
@@ -261,7 +251,6 @@ FORMATS = (Glm46V, Glm45V)
 
 
 def load_renderer(path: Path, family: GlmVFamily, resolver: ImageResolver) -> Glm46V:
-    """Load the renderer of a folder. Raise FamilyError if its chat template is unknown."""
     return choose_format(path, FORMATS, family, resolver, thinking=read_thinking(path))
 
 
@@ -270,7 +259,6 @@ def _spell(value: Any) -> str:
 
 
 def _split(ids: list[int], marks: Sequence[int]) -> list[list[int]]:
-    """Split ids at marks."""
     pieces: list[list[int]] = [[]]
     for token in ids:
         if token in marks:

@@ -35,9 +35,8 @@ class VideoSettings:
     max_duration: float = 300.0
     """The length in seconds above which frames get sparser. Unused if `is_dynamic` is true."""
     min_pixels: int
-    """The minimum for all frames of a video together."""
     max_pixels: int
-    """The maximum for all frames of a video together."""
+    """Limits for all frames of a video together."""
 
 
 class GlmVFamily(VideoFamily[VideoSettings]):
@@ -50,9 +49,8 @@ class GlmVFamily(VideoFamily[VideoSettings]):
         cls, raw: dict[str, Any], config: dict[str, Any], images: FrameSettings, path: Path
     ) -> VideoSettings | str:
         values = [raw.get(key) for key in ("video_processor_type", "processor_class")]
-        names = [name for name in values if name] or [
-            GLM_46V if config["model_type"] == "glm46v" else GLM_45V
-        ]
+        default = GLM_46V if config["model_type"] == "glm46v" else GLM_45V
+        names = [name for name in values if name] or [default]
         is_dynamic = names[0].startswith(GLM_46V)
         if not all(name.startswith(GLM_46V if is_dynamic else GLM_45V) for name in names):
             return f"its processors are {' and '.join(names)}, an untested combination"
@@ -92,7 +90,6 @@ class GlmVFamily(VideoFamily[VideoSettings]):
         return [*once, once[-1]] if len(once) % 2 else once
 
     def tell_time(self, seconds: Sequence[float]) -> float:
-        """Return the time of the first frame."""
         return seconds[0]
 
     def spell_time(self, seconds: float) -> str:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, vision_utils
+from transformers import vision_utils
 from transformers.models.kimi_k25 import modeling_kimi_k25 as modeling
 
-from sightline.families.kimi_k25.vision import KimiK25Family
-from sightline.families.transformers_forward import VisionForward, load_model
+from sightline.families.transformers_forward import VisionForward
 
 
 class KimiK25Forward(VisionForward):
     vision_parts = ("vision_tower", "mm_projector")
 
     def blocks(self) -> list[nn.Module]:
-        return [*super().blocks(), *self._tower.layers]
+        return [*self._text.layers, *self._tower.layers]
 
     def rows(
         self, patches: UInt8[Tensor, "patches values"]
@@ -27,17 +25,14 @@ class KimiK25Forward(VisionForward):
         return self.look_up(patches).unflatten(-1, (self._family.patch, self._family.patch))
 
     def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
-        features: Tensor = self._parts["model.mm_projector"](output.pooler_output).squeeze(1)
-        return features
+        return self._parts["model.mm_projector"](output.pooler_output).squeeze(1)
 
     def compute_tower_inputs(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
         sizes = torch.tensor(grids)
         learned = self._tower.patch_embed.pos_emb
+        mode, align = learned.interpolation_mode, learned.interpolation_align_corners
         indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            sizes,
-            learned.num_grid_per_side,
-            mode=learned.interpolation_mode,
-            align_corners=learned.interpolation_align_corners,
+            sizes, learned.num_grid_per_side, mode=mode, align_corners=align
         )
         ends = vision_utils.get_vision_cu_seqlens(sizes, merge_temporal=True)
         merged = modeling.get_vision_temporal_merge_index(sizes, *self._tower.merge_kernel_size)
@@ -52,8 +47,4 @@ class KimiK25Forward(VisionForward):
         }
 
 
-def load(
-    path: Path, family: KimiK25Family, device: torch.device, dtype: torch.dtype, attention: str
-) -> KimiK25Forward:
-    model = load_model(AutoModelForImageTextToText, path, device, dtype, attention)
-    return KimiK25Forward(model, family)
+load = KimiK25Forward.load

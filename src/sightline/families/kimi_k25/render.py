@@ -21,7 +21,6 @@ from sightline.families.turn_parsing import END_THINK, THINK, parse_calls, split
 from sightline.message import ImageResolver, Message, ToolCall
 from sightline.render import Emitter
 from sightline.render.protocol import Tools
-from sightline.wire import MediaItem
 
 _ROLES = {
     "system": "<|im_system|>",
@@ -41,6 +40,7 @@ class KimiK25Renderer(BaseRenderer):
 
     format_name = "Kimi K2.5"
     image_roles = ("system", "user", "tool")
+    image_marks = ("<|media_begin|>image<|media_content|>", "<|media_end|>\n")
     shows_names = True
 
     def find_tokens(self) -> None:
@@ -81,7 +81,6 @@ class KimiK25Renderer(BaseRenderer):
         emitter.special(self._im_middle)
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
-        """Return the index of the last answer without tool calls."""
         answers = (i for i, m in enumerate(messages) if m.role == "assistant" and not m.tool_calls)
         return max(answers, default=-1)
 
@@ -119,11 +118,6 @@ class KimiK25Renderer(BaseRenderer):
         emitter.special(self.end_id)
         emitter.end_trained()
 
-    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
-        emitter.marked("<|media_begin|>image<|media_content|>")
-        emitter.image(item, self.pad_token_ids[0], self._family.num_tokens(item))
-        emitter.marked("<|media_end|>\n")
-
     # -- bridging
 
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
@@ -152,9 +146,8 @@ class KimiK25Renderer(BaseRenderer):
         reasoning, rest = self._split_reasoning(ids)
         first = rest.index(self._calls_begin) if self._calls_begin in rest else len(rest)
         marks = (self._call_begin, self._call_end)
-        text, calls, malformed = parse_calls(
-            rest[first + 1 : -1], marks, self._tokenizer, self._parse_call
-        )
+        inner = rest[first + 1 : -1]
+        text, calls, malformed = parse_calls(inner, marks, self._tokenizer, self._parse_call)
         if text or not calls or rest[-1] != self._calls_end:
             calls, malformed = (), (self._tokenizer.decode(rest[first:]),) * (first < len(rest))
         content = self._tokenizer.decode(rest[:first] if calls else rest)

@@ -100,16 +100,12 @@ def _map_parameter(
     if match := EXPERTS.fullmatch(source):
         yield from _split_experts(source, shape, f"language_model.model.{match[1]}", match[2])
     elif match := QUERIES.fullmatch(source):
-        turned = interleave_rows(shape[0], heads)
+        # transformers' row for each published row, in which rotated pairs are adjacent
+        turned = np.arange(shape[0]).reshape(heads, 2, -1).transpose(0, 2, 1).reshape(-1)
         keys, values = (source.replace("q_proj", f"{letter}_proj") for letter in "kv")
-        yield (
-            f"vision_tower.encoder.blocks.{match[1]}.wqkv.{match[2]}",
-            [
-                ParameterSlice(source, rows=turned),
-                ParameterSlice(keys, rows=turned),
-                ParameterSlice(values),
-            ],
-        )
+        parts = [ParameterSlice(part, rows=turned) for part in (source, keys)]
+        name = f"vision_tower.encoder.blocks.{match[1]}.wqkv.{match[2]}"
+        yield name, [*parts, ParameterSlice(values)]
     elif not KEYS_VALUES.fullmatch(source):
         yield _rename(source), [ParameterSlice(source)]
 
@@ -125,12 +121,6 @@ def _split_experts(
             gate, up = np.split(np.arange(rows), 2)
             yield f"{stem}.{i}.gate_proj.weight", [ParameterSlice(source, index=i, rows=gate)]
             yield f"{stem}.{i}.up_proj.weight", [ParameterSlice(source, index=i, rows=up)]
-
-
-def interleave_rows(num_rows: int, heads: int) -> np.ndarray:
-    """Return the transformers row for each published row. Published rotated pairs are adjacent."""
-    rows = np.arange(num_rows).reshape(heads, 2, -1)
-    return rows.transpose(0, 2, 1).reshape(-1)
 
 
 def _rename(source: str) -> str:

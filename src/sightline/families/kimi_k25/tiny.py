@@ -24,6 +24,5 @@ def _rescale_weights(model: Any, settings: Mapping[str, Any]) -> None:
         layer.self_attn.kv_b_proj.weight.data.mul_(width**0.5)
 
 
-write = partial(
-    write_tiny_checkpoint, Path(__file__).parent, words=WORD_PATTERN, prepare=_rescale_weights
-)
+_FOLDER = Path(__file__).parent
+write = partial(write_tiny_checkpoint, _FOLDER, words=WORD_PATTERN, prepare=_rescale_weights)

@@ -72,9 +72,8 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         pairs = [line.split() for line in read_bytes(file).splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except ValueError as error:
-        raise FamilyError(
-            f"{file} is not a file of BPE ranks: {error}", "download it again"
-        ) from error
+        problem = f"{file} is not a file of BPE ranks: {error}"
+        raise FamilyError(problem, "download it again") from error
     is_gapless = sorted(ranks.values()) == list(range(len(pairs)))
     if not is_gapless or any(bytes([value]) not in ranks for value in range(256)):
         raise FamilyError(f"{file} has gaps among its {len(pairs)} ranks", "download it again")
@@ -100,11 +99,9 @@ def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
     tokens = {int(token_id): token for token_id, token in raw.items()}
     for token_id in tokens:
         if not first <= token_id < first + NUM_SPECIAL_TOKENS:
-            raise FamilyError(
-                f"{file}: token {token_id} is not among the {NUM_SPECIAL_TOKENS} ids after the "
-                f"{first} ranks",
-                "copy tokenizer_config.json from the same checkpoint",
-            )
+            reserved = f"the {NUM_SPECIAL_TOKENS} ids after the {first} ranks"
+            problem = f"{file}: token {token_id} is not among {reserved}"
+            raise FamilyError(problem, "copy tokenizer_config.json from the same checkpoint")
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
         {

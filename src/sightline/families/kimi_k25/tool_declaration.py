@@ -55,9 +55,8 @@ def declare_tools(tools: Tools) -> str:
 def _read_tool(tool: Any, path: str) -> dict[str, Any]:
     """Return the tool as plain JSON with sorted keys, with its function under `function`."""
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
-        raise MessageError.at(
-            path, "the tool is not a function", 'pass dicts with "type": "function"'
-        )
+        problem = "the tool is not a function"
+        raise MessageError.at(path, problem, 'pass dicts with "type": "function"')
     if "function" not in tool:
         tool = {"function": {key: value for key, value in tool.items() if key != "type"}}
     function = tool["function"]

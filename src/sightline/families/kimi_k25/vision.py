@@ -43,12 +43,6 @@ class ProcessorSettings(PixelSettings):
     max_pixels: int | None = None
     """The run's pixel limit, in addition to `max_patches`."""
 
-    @property
-    def patch_limit(self) -> int:
-        if self.max_pixels is None:
-            return self.max_patches
-        return min(self.max_patches, self.max_pixels // self.patch**2)
-
 
 def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorSettings:
     """Read the settings of a checkpoint folder. `overrides` take precedence."""
@@ -63,35 +57,21 @@ def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorS
         max_patches_per_side=int(side or default.max_patches_per_side),
         **read_pixel_settings(raw, default, path),
     )
-    _check_settings(settings, raw, path)
-    return _apply_overrides(settings, overrides)
-
-
-def _apply_overrides(settings: ProcessorSettings, overrides: dict[str, int]) -> ProcessorSettings:
+    if raw.get("fixed_output_tokens") is not None:
+        fix = "set it to null, so that the number of tokens depends on the image size"
+        raise FamilyError(f"{path}: preprocessor_config.json sets fixed_output_tokens", fix)
+    is_positive = min(settings.patch, settings.merge, settings.max_patches) > 0
+    if not is_positive or settings.max_patches_per_side % settings.merge:
+        fix = "use positive numbers, and a limit of patches per side that is a multiple of merge"
+        raise FamilyError(f"{path}: invalid processor settings {settings}", fix)
     for key in overrides.keys() - {"max_pixels"}:
         why = "Kimi never enlarges images" if key == "min_pixels" else "it is unknown"
         raise FamilyError(f"[model] {key} cannot be set: {why}", "use max_pixels, or none")
     settings = dataclasses.replace(settings, **cast(Any, overrides))
     if settings.max_pixels is not None and settings.max_pixels < settings.factor**2:
-        raise FamilyError(
-            f"[model] max_pixels = {settings.max_pixels} is less than one visual token",
-            f"set max_pixels to {settings.factor**2} or more",
-        )
+        problem = f"[model] max_pixels = {settings.max_pixels} is less than one visual token"
+        raise FamilyError(problem, f"set max_pixels to {settings.factor**2} or more")
     return settings
-
-
-def _check_settings(settings: ProcessorSettings, raw: dict[str, Any], path: Path) -> None:
-    if raw.get("fixed_output_tokens") is not None:
-        raise FamilyError(
-            f"{path}: preprocessor_config.json sets fixed_output_tokens",
-            "set it to null, so that the number of tokens depends on the image size",
-        )
-    is_positive = min(settings.patch, settings.merge, settings.max_patches) > 0
-    if not is_positive or settings.max_patches_per_side % settings.merge:
-        raise FamilyError(
-            f"{path}: invalid processor settings {settings}",
-            "use positive numbers, and a limit of patches per side that is a multiple of merge",
-        )
 
 
 class KimiK25Family(PixelFamily[ProcessorSettings]):
@@ -112,15 +92,12 @@ class KimiK25Family(PixelFamily[ProcessorSettings]):
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> KimiK25Family:
         config = read_json(path / "config.json")
-        if config.get("vision_config") is None:
+        vision = config.get("vision_config")
+        if vision is None:
             raise FamilyError(f"{path} has no vision tower", "use a vision-language checkpoint")
         settings = read_processor_settings(path, overrides)
-        check_vision_config(
-            config["vision_config"],
-            path,
-            patch_size=settings.patch,
-            merge_kernel_size=settings.merge,
-        )
+        sizes = {"patch_size": settings.patch, "merge_kernel_size": settings.merge}
+        check_vision_config(vision, path, **sizes)
         pad = config.get("image_token_id", config.get("media_placeholder_token_id"))
         return cls(settings, () if pad is None else (int(pad),))
 
@@ -131,8 +108,7 @@ class KimiK25Family(PixelFamily[ProcessorSettings]):
         if self._settings.rescale is not None:
             scale = np.float32(1 / self._settings.rescale)
             mean, std = mean * scale, std * scale
-        table: np.ndarray = (np.arange(256, dtype=np.float32)[:, None] - mean) / std
-        return table
+        return (np.arange(256, dtype=np.float32)[:, None] - mean) / std
 
     def compute_layout(self, width: int, height: int) -> ImageLayout:
         new_height, new_width = fit_size(width, height, self._settings)
@@ -157,8 +133,9 @@ def fit_size(width: int, height: int, settings: ProcessorSettings) -> tuple[int,
         raise MediaRefused(f"an image of {width}x{height} has no pixels", "send another image")
     patch, longest = settings.patch, settings.max_patches_per_side * settings.patch
     num_patches = max(1.0, width // patch) * max(1.0, height // patch)
-    scale = min(
-        1.0, math.sqrt(settings.patch_limit / num_patches), longest / height, longest / width
-    )
+    most = settings.max_patches
+    if settings.max_pixels is not None:
+        most = min(most, settings.max_pixels // patch**2)
+    scale = min(1.0, math.sqrt(most / num_patches), longest / height, longest / width)
     new_height, new_width = max(1, int(height * scale)), max(1, int(width * scale))
     return min(new_height, longest), min(new_width, longest)

@@ -18,7 +18,6 @@ from sightline.families.template_check import choose_format
 from sightline.message import ImageResolver, Message, Part, TextPart
 from sightline.render import Emitter
 from sightline.render.protocol import Tools
-from sightline.wire import MediaItem
 
 DATE = "26 Jul 2024"
 """The date in every prompt: the templates' default. With the current date, prompts would change at
@@ -64,9 +63,6 @@ class Llama3(BaseRenderer):
         if role == "assistant":
             emitter.end_trained()
 
-    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
-        raise NotImplementedError  # images are refused when messages are read
-
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
         return ParsedCompletion(self._tokenizer.decode(ids))
 
@@ -92,6 +88,5 @@ def _open_turn(role: str) -> str:
 
 
 def load_renderer(path: Path, family: Family, resolver: ImageResolver) -> Llama3:
-    """Load the renderer of a folder. Raise FamilyError if its chat template is unknown."""
     formats: tuple[type[Llama3], ...] = (Llama31, Llama3)
     return choose_format(path, formats, family, resolver)

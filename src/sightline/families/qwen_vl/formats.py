@@ -123,9 +123,8 @@ class TaggedCallFormat(QwenRenderer):
             parameter = _PARAMETER.match(body, at)
             if parameter is None or parameter[1] in arguments:
                 return None
-            arguments[parameter[1]] = parse_value(
-                parameter[2], declared.get(parameter[1]), _spell_value
-            )
+            schema = declared.get(parameter[1])
+            arguments[parameter[1]] = parse_value(parameter[2], schema, _spell_value)
             at = parameter.end()
         encoded = json.dumps(arguments, ensure_ascii=False)
         return ToolCall(name=name, arguments=encoded) if is_whole_text(encoded) else None
@@ -224,6 +223,5 @@ FORMATS: dict[str, tuple[type[QwenRenderer], ...]] = {
 
 
 def load_renderer(path: Path, family: Family, resolver: ImageResolver) -> QwenRenderer:
-    """Load the renderer of a folder. Raise FamilyError if its chat template is unknown."""
     formats = FORMATS[read_json(path / "config.json")["model_type"]]
     return choose_format(path, formats, family, resolver)

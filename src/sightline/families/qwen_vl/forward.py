@@ -11,24 +11,18 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, visi
 from sightline.errors import FamilyError
 from sightline.families.protocol import Family, Grid
 from sightline.families.qwen_vl.vision import QwenVLFamily
-from sightline.families.transformers_forward import (
-    TextForward,
-    VideoForward,
-    load_model,
-)
+from sightline.families.transformers_forward import TextForward, VisionForward, load_model
 
 
-class QwenVLForward(VideoForward):
+class QwenVLForward(VisionForward):
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         tower, sizes = self._tower, torch.tensor(grids)
         inputs: dict[str, Any] = super().compute_tower_inputs(grids)
         if hasattr(tower, "pos_embed"):
+            mode, align = tower.interpolation_mode, tower.interpolation_align_corners
+            side, merge = tower.num_grid_per_side, tower.spatial_merge_size
             indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-                sizes,
-                num_grid_per_side=tower.num_grid_per_side,
-                mode=tower.interpolation_mode,
-                align_corners=tower.interpolation_align_corners,
-                spatial_merge_size=tower.spatial_merge_size,
+                sizes, side, mode=mode, align_corners=align, spatial_merge_size=merge
             )
             inputs |= {"interp_indices": indices, "interp_weights": weights}
         if hasattr(tower, "window_size"):
@@ -47,13 +41,10 @@ def load(
     model = load_model(auto, path, device, dtype, attention)
     text_config = model.config.get_text_config()
     kinds = getattr(text_config, "layer_types", None)
-    if "sliding_attention" in (kinds or ()) or (
-        kinds is None and getattr(text_config, "sliding_window", None)
-    ):
-        raise FamilyError(
-            f"{path}: layers with a sliding window are not supported",
-            "set use_sliding_window to false in config.json if the model was trained without it",
-        )
+    has_window = kinds is None and getattr(text_config, "sliding_window", None)
+    if has_window or "sliding_attention" in (kinds or ()):
+        fix = "set use_sliding_window to false in config.json if the model was trained without it"
+        raise FamilyError(f"{path}: layers with a sliding window are not supported", fix)
     if isinstance(family, QwenVLFamily):
         return QwenVLForward(model, family)
     return TextForward(model, model.model)

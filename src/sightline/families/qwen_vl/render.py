@@ -24,22 +24,18 @@ from sightline.families.turn_parsing import (
 from sightline.message import Message, TextPart, ToolCall
 from sightline.render import Emitter
 from sightline.render.protocol import Tools
-from sightline.wire import MediaItem
 
 _VISION_EDGES = ("<|vision_start|>", "<|vision_end|>")
 _RESPONSE_EDGES = ("<tool_response>", "</tool_response>")
-_MEDIA_MARKS = (
-    "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", *_VISION_EDGES,
-)  # fmt: skip
+_MEDIA_MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", *_VISION_EDGES)
 
 
 class QwenRenderer(BaseRenderer):
-    """A renderer of one of Qwen's chat formats."""
-
     default_system: ClassVar[str | None] = None
     """The system message for conversations without one."""
     takes_reasoning = False
     turn_separator = "\n"
+    image_marks = _VISION_EDGES
     video_mark = "<|vision_start|><|video_pad|><|vision_end|>"
     requires_question: ClassVar[bool] = False
     """Whether a conversation needs a user message that is a question."""
@@ -52,11 +48,12 @@ class QwenRenderer(BaseRenderer):
         self.stop_token_ids = (self.end_id, token_id("<|endoftext|>"))
         self.pad_token_ids = self.find_token_ids(_MEDIA_MARKS)
         if self._family.shows_media:
-            self.image_pad, self.video_pad_id = token_id("<|image_pad|>"), token_id("<|video_pad|>")
-            _ = [token_id(mark) for mark in _VISION_EDGES]  # raises if the tokenizer lacks one
+            self.video_pad_id = token_id("<|video_pad|>")
+            for mark in ("<|image_pad|>", *_VISION_EDGES):
+                token_id(mark)  # raises if the tokenizer lacks it
         if self.takes_tools:
             self._call_start, self._call_end = token_id("<tool_call>"), token_id("</tool_call>")
-            _ = [token_id(mark) for mark in _RESPONSE_EDGES]  # raises if the tokenizer lacks one
+            _ = [token_id(mark) for mark in _RESPONSE_EDGES]  # raises if one is missing
         self.header = self._tokenizer.encode_marked(self.header_text)
 
     # -- implemented by each format
@@ -158,11 +155,6 @@ class QwenRenderer(BaseRenderer):
         if context.role(i + 1) != "tool":
             self.close_turn(emitter)
 
-    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
-        emitter.marked("<|vision_start|>")
-        emitter.image(item, self.image_pad, self._family.num_tokens(item))
-        emitter.marked("<|vision_end|>")
-
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
         """Emit the time before each step, or joined steps as one block without times."""
         joins = getattr(self._family, "joins_steps", False)
@@ -225,13 +217,10 @@ class ReasoningFormat(QwenRenderer):
     def drop_unwritten(self, message: Message) -> Message:
         return keep_told_reasoning(super().drop_unwritten(message), message)
 
-    def split_message(self, message: Message) -> tuple[str, str]:
-        content = "".join(getattr(part, "text", "") for part in self.get_parts(message))
-        return split_told_reasoning(message.reasoning, content)
-
     def emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         message = context.messages[i]
-        reasoning, content = self.split_message(message)
+        content = "".join(getattr(part, "text", "") for part in self.get_parts(message))
+        reasoning, content = split_told_reasoning(message.reasoning, content)
         is_shown = i > context.history_end and (
             self.keeps_empty_reasoning or bool(reasoning) or i + 1 == len(context.messages)
         )
@@ -278,10 +267,8 @@ class ReasoningFormat(QwenRenderer):
     # -- parsing
 
     def split_reasoning(self, ids: list[int]) -> tuple[str | None, list[int]]:
-        marks = (self._think, self._end_think, self._call_start)
-        reasoning, rest = split_sampled_reasoning(
-            ids, self._tokenizer, marks, is_open=self.opens_reasoning
-        )
+        marks, is_open = (self._think, self._end_think, self._call_start), self.opens_reasoning
+        reasoning, rest = split_sampled_reasoning(ids, self._tokenizer, marks, is_open)
         return (reasoning or "").strip(self.stripped) or None, rest
 
     def strip_content(self, content: str) -> str:

@@ -11,8 +11,6 @@ class Serving(ServingSpec):
 
     def check_cpu(self, family: Family, dtype: str) -> None:
         if family.packing.carries_state and dtype != "bfloat16":
-            raise FamilyError(
-                f"[model] dtype is {dtype!r}, and vLLM computes recurrent layers on a CPU in "
-                "bfloat16 only",
-                'set [model] dtype = "bfloat16", or [inference] engine = "torch"',
-            )
+            why = "vLLM computes recurrent layers on a CPU in bfloat16 only"
+            fix = 'set [model] dtype = "bfloat16", or [inference] engine = "torch"'
+            raise FamilyError(f"[model] dtype is {dtype!r}, and {why}", fix)

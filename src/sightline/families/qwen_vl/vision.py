@@ -27,7 +27,6 @@ class VideoSettings:
     and frames are sampled at a fixed stride. Otherwise a time precedes each step, limits apply to
     the whole video, and frames are sampled from the first to the last."""
     fps: float = 2.0
-    """The number of sampled frames per second."""
     min_frames: int = 4
     max_frames: int = 768
     min_pixels: int
@@ -129,5 +128,4 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
         return [min(int(np.float32(i * stride)), num_frames - 1) for i in range(wanted)]
 
     def tell_time(self, seconds: Sequence[float]) -> float:
-        """Return the middle time of a step."""
         return (seconds[0] + seconds[-1]) / 2

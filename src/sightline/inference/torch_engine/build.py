@@ -69,31 +69,21 @@ def build_trial(max_model_len: int, device: str, dtype: str) -> EngineTrial:
 
 
 def build_from_components(components: ServerComponents) -> TorchEngine:
-    """Load the model of a server and return its engine."""
     banned = components.renderer.pad_token_ids
     materializer = components.build_materializer()
     return build_engine(components.spec, components.family, materializer, banned)
 
 
 def plan_memory(device: str, limit: int, inference: InferenceConfig) -> int:
-    """Return the bytes of `limit` left for the KV cache once the model is loaded.
-
-    The plan is printed on stderr.
-    """
+    """Return the bytes of `limit` left for the KV cache once the model is loaded."""
     spare = SPARE_BYTES + inference.feature_cache_mb * 2**20
     weight_bytes = torch.cuda.memory_allocated(device)
     left = limit - weight_bytes - spare
     parts = f"{weight_bytes / 1e9:.1f} GB of weights, {spare / 1e9:.1f} GB of work space"
     if left <= 0:
-        raise ConfigError(
-            f"the server's {limit / 1e9:.1f} GB of {device} hold {parts}, and no room is left for "
-            "the KV cache",
-            "raise [inference] gpu_memory_utilization",
-        )
-    print(
-        f"memory of {device}: {limit / 1e9:.1f} GB for this server; {parts}, up to "
-        f"{left / 1e9:.1f} GB of KV cache",
-        file=sys.stderr,
-        flush=True,
-    )
+        held = f"the server's {limit / 1e9:.1f} GB of {device} hold {parts}"
+        problem = f"{held}, and no room is left for the KV cache"
+        raise ConfigError(problem, "raise [inference] gpu_memory_utilization")
+    plan = f"{limit / 1e9:.1f} GB for this server; {parts}, up to {left / 1e9:.1f} GB of KV cache"
+    print(f"memory of {device}: {plan}", file=sys.stderr, flush=True)
     return left

@@ -40,7 +40,6 @@ class _ShapePass:
     """Row, number of keys, position axes and pages of each place."""
     graph: torch.cuda.CUDAGraph | None = None
     logits: Float[Tensor, "rows vocab"] | None = None
-    """Output of the graph."""
     routes: Routes | None = None
     """The experts of the rows, if the model has any."""
 
@@ -59,21 +58,17 @@ class CudaGraphDecoder:
         self._computed: set[tuple[int, int]] = set()
         self._generation = -1
         self._captures = self.device.type == "cuda"
-        # One more than there are rows, for idle places.
-        self._last_tokens = torch.zeros(
-            self.rows.num_rows + 1, dtype=torch.int64, device=self.device
-        )
+        num_places = self.rows.num_rows + 1  # one more than rows, for idle places
+        self._last_tokens = torch.zeros(num_places, dtype=torch.int64, device=self.device)
         self.num_passes = 0
         self.num_replayed = 0
 
     def find_rows(self, plan: StepPlan) -> Bool[np.ndarray, " rows"]:
         """Return which rows of the plan compute only their last sampled token."""
         is_sampled = plan.starts >= self.rows.prompt_length[plan.rows]
-        decodes: np.ndarray = (plan.counts == 1) & plan.samples & is_sampled
-        return decodes
+        return (plan.counts == 1) & plan.samples & is_sampled
 
     def put_tokens(self, rows: np.ndarray, tokens: Int64[Tensor, " rows"]) -> None:
-        """Store the last sampled tokens of the rows."""
         self._last_tokens.index_copy_(0, copy_to_device(rows, self.device), tokens)
 
     def drop_graphs(self) -> None:

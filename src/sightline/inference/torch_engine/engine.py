@@ -97,13 +97,11 @@ class TorchEngine(Engine):
         self._receiver = WeightReceiver()
         self._seeds = random.SystemRandom()
         self.features = FeatureCache(spec.inference.feature_cache_mb * MEBIBYTE)
-        inference = spec.inference
+        inference, exact = spec.inference, spec.model.exact
         rows = RowTable(inference.max_num_seqs, inference.max_model_len, family.num_axes)
         kind = RecurrentModelRunner if family.packing.carries_state else ModelRunner
         kind = WholeRowRunner if family.packing.kind == "rows" else kind
-        self.runner = kind(
-            forward, family, self.features, rows, banned, spec.model.exact, max_kv_bytes
-        )
+        self.runner = kind(forward, family, self.features, rows, banned, exact, max_kv_bytes)
         self._event = threading.Event()
         self.observer = EngineObserver(self.busy, self.runner.take_vision_seconds, self.counters)
         self.scheduler = Scheduler(
@@ -127,7 +125,6 @@ class TorchEngine(Engine):
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, deliver: Deliver) -> None:
-        """Start the thread, which calls `deliver` after each step."""
         self._deliver = deliver
         self._thread.start()
 
@@ -267,7 +264,8 @@ class TorchEngine(Engine):
             scheduler.abort(self._pending_cancels.popleft())
         scheduler.admit()
         scheduler.start_loaded()
-        table, active = scheduler.rows, scheduler.active()
+        table, running = scheduler.rows, scheduler.running
+        active = np.fromiter(running, dtype=np.int64, count=len(running))
         if self._in_flight is not None:
             active = active[table.length[active] < table.limit[active]]
         if not len(active):
@@ -304,9 +302,8 @@ class TorchEngine(Engine):
         pairs = zip(rows.tolist(), step.requests, strict=True)
         is_live = np.array([running.get(row) is request for row, request in pairs], dtype=bool)
         if not is_live.all():
-            rows, at, tokens, logprobs, is_first = (
-                x[is_live] for x in (rows, at, tokens, logprobs, is_first)
-            )
+            kept = (x[is_live] for x in (rows, at, tokens, logprobs, is_first))
+            rows, at, tokens, logprobs, is_first = kept
         is_stopped = table.put(rows, at, tokens, logprobs)
         self.counters.sampled_tokens += len(rows)
         if self.runner.keeps_kv:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from sightline.compute.attention_cuda import attend_varlen, is_supported, pad_va
 from sightline.compute.attention_exact import (
     PAGE,
     KeyPages,
+    PagedKeys,
     Tiles,
     ValuePages,
     attend_run,
@@ -195,8 +197,7 @@ class KVCache:
         """Return the experts of a row's tokens. This waits for the device."""
         index = np.arange(start, stop)
         places = copy_to_device(self.find_places(np.full_like(index, row), index), self._device)
-        routes: np.ndarray = self._routes[0].flatten(0, 1)[places].cpu().numpy()
-        return routes
+        return self._routes[0].flatten(0, 1)[places].cpu().numpy()
 
     def find_places(self, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Return the positions of tokens in the flattened pages."""
@@ -205,38 +206,27 @@ class KVCache:
 
     def build_pattern(self, plan: StepPlan) -> PagedPattern | ExactPagedPattern:
         self.reserve(plan)
-        places = copy_to_device(self.find_places(*plan.flat()), self._device)
+        copy = partial(copy_to_device, device=self._device)
+        places = copy(self.find_places(*plan.flat()))
         if self.exact:
             return ExactPagedPattern(self, places, plan)
-        is_single = plan.counts == 1
-        offsets = plan.offsets
+        is_single, offsets = plan.counts == 1, plan.offsets
         singles = chunks = None
         if is_single.any():
             part = plan.select(np.flatnonzero(is_single))
             width = -(-int(part.ends.max()) // BLOCK_SIZE)
             block_tables = np.ascontiguousarray(self.block_tables[part.rows, :width])
-            singles = _Singles(
-                copy_to_device(offsets[is_single], self._device),
-                copy_to_device(block_tables, self._device),
-                copy_to_device(part.ends, self._device),
-            )
+            singles = _Singles(copy(offsets[is_single]), copy(block_tables), copy(part.ends))
         if not is_single.all():
             part = plan.select(np.flatnonzero(~is_single))
             queries = np.arange(part.num_tokens)
             queries += np.repeat(offsets[~is_single] - part.offsets, part.counts)
-            ends, seen = part.ends, StepPlan(part.rows, 0 * part.starts, part.ends, part.samples)
-            chunks = _Chunks(
-                copy_to_device(queries, self._device),
-                copy_to_device(self.find_places(*seen.flat()), self._device),
-                part.counts.tolist(),
-                ends.tolist(),
-                self._bounds(part.counts),
-                self._bounds(ends),
-            )
+            seen = StepPlan(part.rows, 0 * part.starts, part.ends, part.samples)
+            keys, lengths = copy(self.find_places(*seen.flat())), (part.counts, part.ends)
+            query_ends, key_ends = (copy(np.cumsum([0, *n]).astype(np.int32)) for n in lengths)
+            num_queries, num_keys = (n.tolist() for n in lengths)
+            chunks = _Chunks(copy(queries), keys, num_queries, num_keys, query_ends, key_ends)
         return PagedPattern(self, places, singles, chunks)
-
-    def _bounds(self, lengths: np.ndarray) -> Bounds:
-        return copy_to_device(np.cumsum([0, *lengths]).astype(np.int32), self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,15 +260,10 @@ class _Chunks:
         scaling: float,
     ) -> Float[Tensor, "queries heads value_width"]:
         if is_supported(q):
-            longest = max(self.num_queries), max(self.num_keys)
-            wide = pad_values(v, k)
-            out = attend_varlen(
-                q, k, wide, scaling, self.query_ends, longest[0], True, self.key_ends, longest[1]
-            )
-            return out[..., : v.shape[-1]]
-        rows = zip(
-            q.split(self.num_queries), k.split(self.num_keys), v.split(self.num_keys), strict=True
-        )
+            ends = self.query_ends, max(self.num_queries), True, self.key_ends, max(self.num_keys)
+            return attend_varlen(q, k, pad_values(v, k), scaling, *ends)[..., : v.shape[-1]]
+        pairs = k.split(self.num_keys), v.split(self.num_keys)
+        rows = zip(q.split(self.num_queries), *pairs, strict=True)
         return torch.cat([_attend_row(*row, scaling) for row in rows])
 
 
@@ -308,10 +293,8 @@ class PagedPattern:
         flat_values.index_copy_(0, self.places, run_v)
         out = run_q.new_empty(*run_q.shape[:2], v.shape[-1])
         if (singles := self.singles) is not None:
-            queries = run_q[singles.places]
-            attended = attend_pages(
-                queries, keys, values, singles.block_tables, singles.seq_lens, scaling
-            )
+            last = PagedKeys(keys, values, singles.block_tables, singles.seq_lens)
+            attended = attend_pages(run_q[singles.places], last, scaling)
             out.index_copy_(0, singles.places, attended)
         if (chunks := self.chunks) is not None:
             seen = flat_keys[chunks.keys], flat_values[chunks.keys]
@@ -354,31 +337,25 @@ class DecodePattern:
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
-        keys, values = self.kv.pages(layer, run_k, run_v)
-        _write_last(run_k, run_v, keys, values, self.block_tables, self.seq_lens)
-        seen = (keys, values, self.block_tables, self.seq_lens)
+        pages = self.kv.pages(layer, run_k, run_v)
+        seen = PagedKeys(*pages, self.block_tables, self.seq_lens)
+        _write_last(run_k, run_v, seen)
         if self.kv.exact and not q.is_cuda:  # the GPU kernel is exact already
             queries = count_queries(q.shape[1], k.shape[1], q.device)
             repeated = run_q[:, None].expand(-1, queries, -1, -1)
-            out = attend_tiles(repeated, *seen, self.seq_lens, scaling)[:, 0]
+            out = attend_tiles(repeated, seen, self.seq_lens, scaling)[:, 0]
         else:
-            out = attend_pages(run_q, *seen, scaling)
+            out = attend_pages(run_q, seen, scaling)
         return out.transpose(0, 1).unsqueeze(0)
 
 
-def _write_last(
-    k: Tensor,
-    v: Tensor,
-    keys: KeyPages,
-    values: ValuePages,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-) -> None:
+def _write_last(k: Tensor, v: Tensor, seen: PagedKeys) -> None:
     if k.is_cuda:
         from sightline.compute.triton_kernels import write_paged
 
-        write_paged(k, v, keys, values, block_tables, seq_lens)
+        write_paged(k, v, *seen)
         return
+    keys, values, block_tables, seq_lens = seen
     rows = seq_lens.nonzero()[:, 0]
     last = seq_lens[rows].long() - 1
     places = block_tables[rows, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE
@@ -387,18 +364,14 @@ def _write_last(
 
 
 def attend_pages(
-    q: Float[Tensor, "rows heads width"],
-    keys: KeyPages,
-    values: ValuePages,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    scaling: float,
+    q: Float[Tensor, "rows heads width"], seen: PagedKeys, scaling: float
 ) -> Float[Tensor, "rows heads value_width"]:
     """Return the attention output of each row's last token."""
     if q.is_cuda:
         from sightline.compute.triton_kernels import attend_paged
 
-        return attend_paged(q, keys, values, block_tables, seq_lens, scaling)
+        return attend_paged(q, *seen, scaling)
+    keys, values, block_tables, seq_lens = seen
     used = block_tables.reshape(-1)
     k, v = (
         pages.index_select(0, used).unflatten(0, block_tables.shape).flatten(1, 2).transpose(1, 2)

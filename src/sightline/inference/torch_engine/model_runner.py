@@ -104,16 +104,13 @@ class ModelRunner:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the rows' cached state."""
         return self.kv.nbytes
 
     def share_prefix(self, source: int, row: int, length: int) -> None:
-        """Let `row` begin with the first `length` tokens of `source`."""
         self.kv.share_prefix(source, row, length)
 
     @property
     def num_replayed(self) -> int:
-        """Number of steps that were replayed as a CUDA graph."""
         return 0 if self.decoder is None else self.decoder.num_replayed
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
@@ -131,15 +128,10 @@ class ModelRunner:
         features, places = self._gather_features(plan, running)
         self._pick_kernels(plan.num_tokens)
         row, index = plan.flat()
-        token_ids = self._copy(self.rows.tokens[row, index].astype(np.int64))
-        positions = self._copy(self.rows.positions[:, row, index].astype(np.int64))
-        hidden = self.forward.hidden(
-            token_ids.view(num_rows, -1),
-            positions.unflatten(1, (num_rows, -1)),
-            features,
-            places,
-            pattern,
-        )
+        tokens = self._copy(self.rows.tokens[row, index].astype(np.int64)).view(num_rows, -1)
+        along = self._copy(self.rows.positions[:, row, index].astype(np.int64))
+        positions = along.unflatten(1, (num_rows, -1))
+        hidden = self.forward.hidden(tokens, positions, features, places, pattern)
         if self.routing is not None:
             self.kv.put_routes(plan, self.routing.get_routes())
         return hidden.flatten(0, 1)
@@ -245,10 +237,8 @@ class ModelRunner:
             count = min(int(plan.ends[i]), size - 1) - start
             if count > 0:
                 at, scored = int(plan.offsets[i]), slice(start + 1, start + 1 + count)
-                tokens = self.rows.tokens[row, scored]
-                request.prompt_logprobs[scored] = self._logprobs(
-                    hidden[at : at + count], tokens, request.params
-                )
+                states, tokens = hidden[at : at + count], self.rows.tokens[row, scored]
+                request.prompt_logprobs[scored] = self._logprobs(states, tokens, request.params)
 
     def _logprobs(
         self, hidden: Hidden, token_ids: Int[np.ndarray, " tokens"], params: SamplingParams
@@ -260,8 +250,7 @@ class ModelRunner:
         if self.exact:
             temperature = torch.full((1, 1), number, device=self._device)
         logprobs = chosen_logprobs(self.forward, hidden, chosen, self._banned, temperature)
-        on_host: np.ndarray = logprobs.cpu().numpy()
-        return on_host
+        return logprobs.cpu().numpy()
 
     def step(self, plan: StepPlan, running: dict[int, TorchRequest]) -> list[Drawn]:
         """Compute the plan's tokens, and sample the next token of each row that is ready."""
@@ -283,15 +272,10 @@ class ModelRunner:
     def _draw(self, rows: np.ndarray, logits: Logits) -> Drawn:
         """Sample the next token of each of `rows`, and start copying it to the host."""
         table = self.rows
-        settings = sampling.SamplingMetadata(
-            temperature=table.temperature[rows],
-            top_k=table.top_k[rows],
-            top_p=table.top_p[rows],
-            min_p=table.min_p[rows],
-            uniform=sampling.draw_uniforms(
-                table.seed[rows], table.length[rows] - table.prompt_length[rows]
-            ),
-        )
+        num_sampled = table.length[rows] - table.prompt_length[rows]
+        uniform = sampling.draw_uniforms(table.seed[rows], num_sampled)
+        limits = table.top_k[rows], table.top_p[rows], table.min_p[rows]
+        settings = sampling.SamplingMetadata(table.temperature[rows], *limits, uniform)
         drawn = sampling.draw_samples(logits, self._banned, settings, self.exact)
         if self.decoder is None:
             return Drawn(rows, drawn.cpu(), None)
@@ -333,9 +317,8 @@ class WholeRowRunner(ModelRunner):
         for part in group_rows(plan.ends):
             picked = plan.select(part)
             whole = replace(picked, starts=np.zeros_like(picked.starts), counts=picked.ends)
-            hidden = self._forward(
-                whole, running, PackedPattern(whole.counts.tolist(), self._device)
-            )
+            pattern = PackedPattern(whole.counts.tolist(), self._device)
+            hidden = self._forward(whole, running, pattern)
             new_tokens = _find_tokens(whole.offsets + picked.starts, picked.counts)
             done.append(hidden[self._copy(new_tokens)])
             places.append(_find_tokens(plan.offsets[part], picked.counts))

@@ -87,7 +87,6 @@ class EngineObserver:
 
     @contextmanager
     def adopting(self) -> Iterator[None]:
-        """Measure the time of a weight update."""
         began = time.time()
         yield
         seconds = time.time() - began

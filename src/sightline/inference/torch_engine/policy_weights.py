@@ -8,16 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sightline.compute.lora_weights import (
-    LORA_A,
-    LORA_B,
-    AdapterBase,
-    LayerAdapter,
-    add_adapter,
-    check_fits,
-    digest_tensors,
-    is_base,
-)
+from sightline.compute import lora_weights as lora
 from sightline.compute.tensor_file import NamedTensors
 from sightline.compute.weights import check_parameters
 from sightline.errors import WeightsError
@@ -30,8 +21,8 @@ class PolicyWeights:
     def __init__(self, model: nn.Module, read_base: Callable[[], NamedTensors]) -> None:
         self._model = model
         self._own = dict(model.named_parameters())
-        self._adapters: dict[str, LayerAdapter] = {}
-        self._checkpoint = AdapterBase(read_base)
+        self._adapters: dict[str, lora.LayerAdapter] = {}
+        self._checkpoint = lora.AdapterBase(read_base)
         self._verified: tuple[str, str, frozenset[str]] | None = None
         """The base, dtype and trained names that the model's parameters were last verified for."""
 
@@ -44,14 +35,14 @@ class PolicyWeights:
             check_parameters(self._own, tensors)
             self._verified = None
             return dict(tensors)
-        check_fits(self._own, adapter, tensors)
+        lora.check_fits(self._own, adapter, tensors)
         for name in adapter.scales:
             if not isinstance(self._find_layer(name), nn.Linear):
                 raise WeightsError(f"an adapter of {name}", "adapt only linear layers")
         trained = frozenset(tensors.keys() & self._own.keys())
         key = (adapter.base, adapter.dtype, trained)
         if self._verified != key:
-            if not is_base(self._own, adapter, trained):
+            if not lora.is_base(self._own, adapter, trained):
                 return {**self._checkpoint.check(adapter, tensors), **tensors}
             self._verified = key
         return dict(tensors)
@@ -68,15 +59,16 @@ class PolicyWeights:
         has_changed = bool(removed)
         for name, scale in scales.items():
             # In the model's precision, as the trainer computes.
-            a, b = (tensors[name + end].to(self._own[name], copy=True) for end in (LORA_A, LORA_B))
+            pair = (tensors[name + end] for end in (lora.LORA_A, lora.LORA_B))
+            a, b = (tensor.to(self._own[name], copy=True) for tensor in pair)
             old = self._adapters.get(name)
             if old is not None and (old[0].shape, old[2]) == (a.shape, scale):
                 old[0].copy_(a)  # in place, because graphs refer to them by address
                 old[1].copy_(b)
                 continue
             layer, has_changed = self._find_layer(name), True
-            if add_adapter not in layer._forward_hooks.values():
-                layer.register_forward_hook(add_adapter)
+            if lora.add_adapter not in layer._forward_hooks.values():
+                layer.register_forward_hook(lora.add_adapter)
             layer.adapter = self._adapters[name] = (a, b, scale)
         return has_changed
 
@@ -85,8 +77,8 @@ class PolicyWeights:
         tensors: dict[str, Tensor] = {name: self._own[name] for name in names}
         for name in self._adapters.keys() & tensors.keys():
             a, b, scale = self._adapters[name]
-            tensors |= {name + LORA_A: a, name + LORA_B: b * scale}
-        return digest_tensors(tensors.items())
+            tensors |= {name + lora.LORA_A: a, name + lora.LORA_B: b * scale}
+        return lora.digest_tensors(tensors.items())
 
     def _find_layer(self, name: str) -> Any:
         return self._model.get_submodule(name.removesuffix(".weight"))

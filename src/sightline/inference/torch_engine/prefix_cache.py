@@ -21,7 +21,6 @@ class CachedPrefix:
     """The content of a finished row's KV cache."""
 
     length: int
-    """Number of tokens."""
     places: ItemPlaces
     """Offset and key of each item."""
     digests: dict[str, str]

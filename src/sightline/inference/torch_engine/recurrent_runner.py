@@ -45,7 +45,6 @@ class RecurrentModelRunner(ModelRunner):
         self._states.copy(source, row)
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
-        """Compute the plan's tokens into KV cache and states, and return their hidden states."""
         # Encode for all parts at once, so that each image goes through the tower once.
         self._encode_missing(self._find_item_parts(plan, running))
         done, places = [], []
@@ -88,10 +87,7 @@ class RecurrentCache(DynamicCache):
 
 @dataclass
 class RecurrentStates:
-    """The rows' states between two steps: each layer's convolution inputs and memory.
-
-    The tables grow with the number of rows in use.
-    """
+    """The rows' states between two steps: each layer's convolution inputs and memory."""
 
     config: Any
     max_num_seqs: int
@@ -124,7 +120,6 @@ class RecurrentStates:
                 self._tables[layer] = (inputs, memory)
 
     def copy(self, source: int, row: int) -> None:
-        """Copy the state of `source` to `row`."""
         for layer, tables in self._tables.items():
             inputs, memory = (self._grow_table(table, row + 1) for table in tables)
             inputs[row], memory[row] = inputs[source], memory[source]

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from sightline.compute.weights_digest import splitmix64
 from sightline.inference.engine import EngineRequest
 from sightline.inference.torch_engine.prefix_cache import PromptKey
-from sightline.inference.torch_engine.sampling import splitmix64
 from sightline.pixels import Pixels
 from sightline.wire.generate import VersionSpan
 
@@ -73,7 +73,6 @@ class RowTable:
         """Position at which a prefill pauses until the next step; 0 for none."""
         self.prompt_length = np.zeros(self.num_rows, dtype=np.int64)
         self.limit = np.zeros(self.num_rows, dtype=np.int64)
-        """Maximum length of the sequence."""
         self.temperature = np.ones(self.num_rows, dtype=np.float32)
         self.top_k = np.zeros(self.num_rows, dtype=np.int64)
         self.top_p = np.ones(self.num_rows, dtype=np.float32)
@@ -82,7 +81,6 @@ class RowTable:
         self.stops = np.full((self.num_rows, 2), NO_TOKEN, dtype=np.int32)
         self.free = list(range(self.num_rows))
         self.on_release: Callable[[int], None] = lambda row: None
-        """Called with each released row."""
 
     def take_free(self) -> int:
         """Return the lowest free row, which keeps used rows close together."""
@@ -113,9 +111,7 @@ class RowTable:
         self.min_p[row] = params.min_p
         assert request.seed is not None
         self.seed[row : row + 1] = splitmix64(np.array([request.seed], dtype=np.uint64))
-        self._fill_stops(row, params.stop_token_ids)
-
-    def _fill_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        stop_ids = params.stop_token_ids
         if len(stop_ids) > self.stops.shape[1]:
             more = len(stop_ids) - self.stops.shape[1]
             self.stops = np.pad(self.stops, ((0, 0), (0, more)), constant_values=NO_TOKEN)
@@ -134,8 +130,7 @@ class RowTable:
         """Store sampled tokens at `at`, and return which rows sampled a stop id."""
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs
-        hit: np.ndarray = (self.stops[rows] == tokens[:, None]).any(axis=1)
-        return hit
+        return (self.stops[rows] == tokens[:, None]).any(axis=1)
 
     def num_sampled(self, row: int) -> int:
         return int(self.length[row] - self.prompt_length[row])
@@ -182,8 +177,7 @@ class StepPlan:
 
     def last(self) -> np.ndarray:
         """Return the positions of the last tokens of the rows that sample."""
-        last: np.ndarray = (np.cumsum(self.counts) - 1)[self.samples]
-        return last
+        return (np.cumsum(self.counts) - 1)[self.samples]
 
 
 def build_step_plan(

@@ -9,7 +9,7 @@ seeded request therefore draws the same tokens in any batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,15 +17,11 @@ from jaxtyping import Bool, Float, Float64, Int, UInt64
 from torch import Tensor
 
 from sightline.compute.logprobs import BannedIds, Logits, log_softmax, mask_banned
+from sightline.compute.weights_digest import GOLDEN, splitmix64
 from sightline.families.device_copy import copy_to_device
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingMetadata:
+class SamplingMetadata(NamedTuple):
     """Sampling settings of the rows that sample."""
 
     temperature: Float[np.ndarray, " rows"]
@@ -37,35 +33,18 @@ class SamplingMetadata:
     @property
     def is_plain(self) -> Bool[np.ndarray, " rows"]:
         """Mask of the rows without filters."""
-        is_plain: np.ndarray = (self.top_k == 0) & (self.top_p >= 1) & (self.min_p == 0)
-        return is_plain
+        return (self.top_k == 0) & (self.top_p >= 1) & (self.min_p == 0)
 
     def select(self, rows: Int[np.ndarray, " chosen"]) -> SamplingMetadata:
-        """Return the settings of some rows."""
-        return SamplingMetadata(
-            self.temperature[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            self.uniform[rows],
-        )
-
-
-def splitmix64(values: np.ndarray) -> np.ndarray:
-    """Apply the finalizer of splitmix64 to uint64 values."""
-    values = (values ^ (values >> np.uint64(30))) * _MIX_1
-    values = (values ^ (values >> np.uint64(27))) * _MIX_2
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed
+        return SamplingMetadata(*(values[rows] for values in self))
 
 
 def draw_uniforms(
     seeds: UInt64[np.ndarray, " rows"], index: Int[np.ndarray, " rows"]
 ) -> Float64[np.ndarray, " rows"]:
     """Return numbers in [0, 1) that depend only on the mixed seed and the token index."""
-    bits = splitmix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    drawn: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
-    return drawn
+    bits = splitmix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+    return (bits >> np.uint64(11)) * 2.0**-53
 
 
 def draw_samples(

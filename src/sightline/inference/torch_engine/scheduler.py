@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
-
 from sightline.compute.feature_cache import FeatureCache
 from sightline.errors import EngineError
 from sightline.families import Family
@@ -52,10 +50,6 @@ class Scheduler:
         self.prefixes = PrefixCache()
         self.prompts = PromptRows()
 
-    def active(self) -> np.ndarray:
-        """Return the rows of running requests."""
-        return np.fromiter(self.running, dtype=np.int64, count=len(self.running))
-
     # --- admission
 
     def add(self, request: TorchRequest) -> None:
@@ -87,10 +81,7 @@ class Scheduler:
                 self.loading.append(request)
 
     def _assign_row(self, request: TorchRequest) -> bool:
-        """Assign a row: one that holds a prefix of the prompt, a free one, or the oldest cached.
-
-        Return False if there is none.
-        """
+        """Assign a row: one that holds a prefix of the prompt, a free one, or the oldest cached."""
         start, cached = 0, None
         places = _find_item_places(request)
         reads_cache = self.enable_prefix_caching and not request.params.skip_reading_prefix_cache
@@ -125,10 +116,7 @@ class Scheduler:
         return True
 
     def _make_room(self, request: TorchRequest) -> bool:
-        """Evict cached rows, oldest first, until the request fits at its full length.
-
-        Return False if it does not fit in addition to the running requests.
-        """
+        """Evict cached rows, oldest first, until the request fits at its full length."""
         holding = [other.row for other in (*self.running.values(), *self.loading)]
         lengths = [len(request.prompt) + request.params.max_tokens]
         lengths += self.rows.limit[holding].tolist()
@@ -136,11 +124,9 @@ class Scheduler:
             if not self._evict():
                 if holding:
                     return False
-                raise build_engine_error(
-                    "engine",
-                    f"the KV cache has no room for a sequence of {lengths[0]} tokens",
-                    "raise [inference] gpu_memory_utilization, or lower max_tokens",
-                )
+                problem = f"the KV cache has no room for a sequence of {lengths[0]} tokens"
+                fix = "raise [inference] gpu_memory_utilization, or lower max_tokens"
+                raise build_engine_error("engine", problem, fix)
         return True
 
     def _evict(self) -> bool:
@@ -181,18 +167,15 @@ class Scheduler:
                 if request.awaited_prompt is not None:
                     self._share_prompt(request, request.awaited_prompt)
                 elif all(flight.done() for flight in request.pending.values()):
-                    self._take_pixels(request)
+                    for key, flight in request.pending.items():
+                        request.pixels[key] = flight.result()
+                        request.digests[key] = request.pixels[key].digest
+                    request.pending.clear()
+                    self._start(request)
                 else:
                     self.loading.append(request)
             except Exception as error:  # such as bad media: fails this request only
                 self.fail(request, to_engine_error(error))
-
-    def _take_pixels(self, request: TorchRequest) -> None:
-        for key, flight in request.pending.items():
-            request.pixels[key] = flight.result()
-            request.digests[key] = request.pixels[key].digest
-        request.pending.clear()
-        self._start(request)
 
     def _share_prompt(self, request: TorchRequest, key: PromptKey) -> None:
         """Start the request after its prompt, once another row has computed it.

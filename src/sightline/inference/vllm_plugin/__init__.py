@@ -69,23 +69,17 @@ def register() -> None:
 
     It only adds names, so that it does not affect other vLLM servers.
     """
-    from sightline.inference.vllm_plugin.symbols import (
-        WeightTransferEngineFactory,
-        keep_images_with_requests,
-        register_model_loader,
-    )
+    from sightline.inference.vllm_plugin import symbols
     from sightline.inference.vllm_plugin.weight_transfer import LayoutLoader
 
     if is_child_of_our_server():
         end_with_parent()
-        keep_images_with_requests()
+        symbols.keep_images_with_requests()
 
     try:
-        WeightTransferEngineFactory.register_engine(
-            WEIGHT_TRANSFER_BACKEND,
-            "sightline.inference.vllm_plugin.weight_transfer",
-            "FileWeightTransfer",
+        symbols.WeightTransferEngineFactory.register_engine(
+            WEIGHT_TRANSFER_BACKEND, f"{__name__}.weight_transfer", "FileWeightTransfer"
         )
     except ValueError:  # vLLM may call this several times in one process
         return
-    register_model_loader(LOAD_FORMAT)(LayoutLoader)
+    symbols.register_model_loader(LOAD_FORMAT)(LayoutLoader)

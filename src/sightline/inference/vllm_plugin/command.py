@@ -17,14 +17,8 @@ from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
 from sightline.families.registry import load_serving
+from sightline.inference import vllm_plugin as plugin
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.vllm_plugin import (
-    CONFIG_KEY,
-    LOAD_FORMAT,
-    LOGITS_PROCESSOR,
-    MIDDLEWARE,
-    WEIGHT_TRANSFER_BACKEND,
-)
 from sightline.media import is_address
 from sightline.rollout.engines import InferenceEngine
 from sightline.run.machine import build_environ, runs_on_cpu
@@ -40,10 +34,8 @@ def find_python(name: str) -> str:
     """Return the path of the interpreter `name`, or of the current one if it is empty."""
     path = shutil.which(name) if name else sys.executable
     if path is None:
-        raise ConfigError(
-            f"[inference] python = {name!r} is not an interpreter",
-            "name the python of the environment that has vLLM, such as .venv-vllm/bin/python",
-        )
+        fix = "name the python of the environment that has vLLM, such as .venv-vllm/bin/python"
+        raise ConfigError(f"[inference] python = {name!r} is not an interpreter", fix)
     return os.path.abspath(path)
 
 
@@ -59,10 +51,8 @@ def check_python(name: str) -> str:
         return python
     lines = [line for line in done.stderr.strip().splitlines() if "fix:" not in line]
     last = (lines or [f"exit code {done.returncode}"])[-1]
-    raise ConfigError(
-        f"{python} cannot serve with vLLM: {last}",
-        'build its environment as docs/vllm.md says, or set [inference] engine = "torch"',
-    )
+    fix = 'build its environment as docs/vllm.md says, or set [inference] engine = "torch"'
+    raise ConfigError(f"{python} cannot serve with vLLM: {last}", fix)
 
 
 def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
@@ -82,9 +72,9 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     words += ["--limit-mm-per-prompt", json.dumps(serving.LIMIT_MM_PER_PROMPT)]
     words += ["--mm-processor-cache-gb", f"{spec.pixel_cache_bytes / GIBIBYTE:.6f}"]
-    words += ["--weight-transfer-config", json.dumps({"backend": WEIGHT_TRANSFER_BACKEND})]
-    words += ["--middleware", MIDDLEWARE, "--logits-processors", LOGITS_PROCESSOR]
-    words += ["--additional-config", json.dumps({CONFIG_KEY: ours})]
+    words += ["--weight-transfer-config", json.dumps({"backend": plugin.WEIGHT_TRANSFER_BACKEND})]
+    words += ["--middleware", plugin.MIDDLEWARE, "--logits-processors", plugin.LOGITS_PROCESSOR]
+    words += ["--additional-config", json.dumps({plugin.CONFIG_KEY: ours})]
     words += ["--uvicorn-log-level", "warning", "--disable-fastapi-docs"]
     words += serving.arguments(family)
     if inference.tls_cert:
@@ -92,7 +82,7 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
     if serving.HF_OVERRIDES:
         words += ["--hf-overrides", json.dumps(serving.HF_OVERRIDES)]
     if serving.MAPS_CHECKPOINT:
-        words += ["--load-format", LOAD_FORMAT]
+        words += ["--load-format", plugin.LOAD_FORMAT]
     if not spec.enable_prefix_caching:
         words.append("--no-enable-prefix-caching")
     if is_on_cpu:
@@ -110,10 +100,9 @@ def build_extra_options(args: Mapping[str, Any], words: Sequence[str]) -> list[s
     for name, value in args.items():
         option = f"--{name.replace('_', '-').lstrip('-')}"
         if option in words or f"--no-{option[2:]}" in words:
-            raise ConfigError(
-                f"[inference] engine_args has {name}, but Sightline sets {option}",
-                "remove it, and look for a setting of [inference] or [model] instead",
-            )
+            problem = f"[inference] engine_args has {name}, but Sightline sets {option}"
+            fix = "remove it, and look for a setting of [inference] or [model] instead"
+            raise ConfigError(problem, fix)
         if isinstance(value, bool):
             extra.append(option if value else f"--no-{option[2:]}")
         else:
@@ -154,12 +143,8 @@ def exec_vllm(spec: ServerSpec) -> None:
     roots = [r if is_address(r) else str(Path(r).absolute()) for r in spec.media_roots]
     folders = {"weights": spec.weights, "weights_root": spec.weights_root}
     paths = {name: path.absolute() for name, path in folders.items() if path is not None}
-    spec = spec.replace(
-        port=listening.getsockname()[1],
-        media_roots=roots,
-        path=str(spec.model_path.absolute()),
-        **paths,
-    )
+    path, port = str(spec.model_path.absolute()), listening.getsockname()[1]
+    spec = spec.replace(port=port, media_roots=roots, path=path, **paths)
     words = build_vllm_command(spec, python)
     die_with_parent()
     sys.stdout.flush()

@@ -33,18 +33,8 @@ from sightline.inference.errors import (
 )
 from sightline.inference.fair_queue import FairQueue
 from sightline.inference.server_spec import ServerSpec
+from sightline.inference.vllm_plugin import symbols
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems, engine_key
-from sightline.inference.vllm_plugin.symbols import (
-    MIN_TEMPERATURE,
-    EngineDeadError,
-    MultiModalKwargsItems,
-    PlaceholderRange,
-    RequestOutputKind,
-    VLLMClientError,
-    mm_input,
-    tokens_input,
-)
-from sightline.inference.vllm_plugin.symbols import SamplingParams as VllmParams
 from sightline.inference.vllm_plugin.weight_updater import (
     CheckedWeights,
     PartialUpdateError,
@@ -177,9 +167,7 @@ class VllmEngine(Engine):
     def cancel(self, request: VllmRequest) -> None:
         self._loop.call_soon_threadsafe(self._cancel_request, request, None)
 
-    def _open_update(
-        self, folder: Path, manifest: Manifest
-    ) -> AbstractContextManager[CheckedWeights]:
+    def _open_update(self, folder: Path, manifest: Manifest) -> AbstractContextManager[Any]:
         return nullcontext(self._updater.read(folder, manifest))
 
     def _take_update(self, update: CheckedWeights) -> None:
@@ -194,7 +182,7 @@ class VllmEngine(Engine):
             self.counters.adopted += 1
             if not keep_kv:
                 self.counters.prefilled_again += len(running)
-        except (EngineDeadError, PartialUpdateError):
+        except (symbols.EngineDeadError, PartialUpdateError):
             self._fail_for_good()
             raise
         finally:
@@ -223,21 +211,19 @@ class VllmEngine(Engine):
                 if await self._attempt(request, bypass_cache=attempt > 0):
                     break
             else:
-                raise build_engine_error(
-                    "engine", "vLLM's cache lost the images", "see the server's log"
-                )
+                problem = "vLLM's cache lost the images"
+                raise build_engine_error("engine", problem, "see the server's log")
             error = None
-        except EngineDeadError as dead:
+        except symbols.EngineDeadError as dead:
             self._fail_for_good()
             error = to_engine_error(dead)
-        except VLLMClientError as refused:
+        except symbols.VLLMClientError as refused:
             fix = "use a value that vLLM supports: see docs/vllm.md"
             error = build_engine_error("sampling", f"sampling_params: {refused}", fix)
         except asyncio.CancelledError:
             # If `_cancel_request` did not cause this, the client still needs an answer.
-            self._finish(
-                request, build_engine_error("engine", "the request was cancelled", "send it again")
-            )
+            cancelled = build_engine_error("engine", "the request was cancelled", "send it again")
+            self._finish(request, cancelled)
             raise
         except Exception as failed:  # fails this request only
             error = to_engine_error(failed)
@@ -245,24 +231,18 @@ class VllmEngine(Engine):
 
     def _check_request(self, request: VllmRequest) -> None:
         if request.params.prompt_logprobs is not None:
-            raise build_engine_error(
-                "sampling",
-                "sampling_params.prompt_logprobs: vLLM does not mask banned ids in prompts",
-                "leave it out, or score with the embedded engine",
-            )
+            problem = "sampling_params.prompt_logprobs: vLLM does not mask banned ids in prompts"
+            fix = "leave it out, or score with the embedded engine"
+            raise build_engine_error("sampling", problem, fix)
         if request.params.routes_from is not None:
-            raise build_engine_error(
-                "sampling",
-                "sampling_params.routes_from: routes from vLLM are not implemented",
-                "leave it out, or use the embedded engine",
-            )
+            problem = "sampling_params.routes_from: routes from vLLM are not implemented"
+            fix = "leave it out, or use the embedded engine"
+            raise build_engine_error("sampling", problem, fix)
         temperature = request.params.temperature
-        if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-            raise build_engine_error(
-                "sampling",
-                f"sampling_params.temperature: {temperature} is outside vLLM's bounds",
-                f"send 0, or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
-            )
+        if temperature and not symbols.MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+            problem = f"sampling_params.temperature: {temperature} is outside vLLM's bounds"
+            fix = f"send 0, or {symbols.MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+            raise build_engine_error("sampling", problem, fix)
         place = f"features.mm_placeholders.{self._items.family.modality}"
         for i, slot in enumerate(request.slots):
             if slot.length > self._max_image_tokens:
@@ -288,12 +268,10 @@ class VllmEngine(Engine):
         self._note_busy(1)
         final: Any = None
         try:
-            async for output in self._client.generate(
-                prompt,
-                params,
-                f"sl-{next(self._request_numbers)}",
-                data_parallel_rank=self._choose_shard(request.request_id),
-            ):
+            name = f"sl-{next(self._request_numbers)}"
+            shard = self._choose_shard(request.request_id)
+            outputs = self._client.generate(prompt, params, name, data_parallel_rank=shard)
+            async for output in outputs:
                 final = output
         finally:
             request.is_running = False
@@ -311,20 +289,18 @@ class VllmEngine(Engine):
         """Return the request as vLLM's input, or None if the vision weights or cache changed."""
         token_ids, salt = request.prompt.tolist(), self._updater.salt
         if not request.slots:
-            return tokens_input(token_ids, cache_salt=salt)
+            return symbols.tokens_input(token_ids, cache_salt=salt)
         if keys[0] != engine_key(request.keys[0], self._updater.vision_label):
             return None
         mm_items = self._items.hand_over(keys, new_items, bypass_cache)
         if mm_items is None:
             return None
         modality = self._items.family.modality
-        places = [
-            PlaceholderRange(slot.offset, slot.length, self._items.feature_mask(slot))
-            for slot in request.slots
-        ]
-        return mm_input(
+        mask = self._items.feature_mask
+        places = [symbols.PlaceholderRange(s.offset, s.length, mask(s)) for s in request.slots]
+        return symbols.mm_input(
             prompt_token_ids=token_ids,
-            mm_kwargs=MultiModalKwargsItems({modality: mm_items}),
+            mm_kwargs=symbols.MultiModalKwargsItems({modality: mm_items}),
             mm_hashes={modality: keys},
             mm_placeholders={modality: places},
             cache_salt=salt,
@@ -364,8 +340,8 @@ class VllmEngine(Engine):
             self.on_fatal_error()
 
 
-def to_vllm_params(params: SamplingParams, seed: int | None) -> VllmParams:
-    return VllmParams(
+def to_vllm_params(params: SamplingParams, seed: int | None) -> symbols.SamplingParams:
+    return symbols.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=max(0, params.top_k),
@@ -377,7 +353,7 @@ def to_vllm_params(params: SamplingParams, seed: int | None) -> VllmParams:
         max_tokens=params.max_tokens,
         logprobs=0,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=symbols.RequestOutputKind.FINAL_ONLY,
         skip_reading_prefix_cache=params.skip_reading_prefix_cache,
     )
 
@@ -385,12 +361,9 @@ def to_vllm_params(params: SamplingParams, seed: int | None) -> VllmParams:
 def read_output(request: VllmRequest, final: Any) -> None:
     output = final.outputs[0]
     request.tokens = list(output.token_ids)
-    request.logprobs = [
-        entry[token].logprob
-        for token, entry in zip(request.tokens, output.logprobs or [], strict=True)
-    ]
-    request.spans = [
-        VersionSpan(span.version, span.start, span.end) for span in output.weight_versions or []
-    ]
+    pairs = zip(request.tokens, output.logprobs or [], strict=True)
+    request.logprobs = [entry[token].logprob for token, entry in pairs]
+    versions = output.weight_versions or []
+    request.spans = [VersionSpan(span.version, span.start, span.end) for span in versions]
     request.finish_reason = output.finish_reason
     request.cached_tokens = final.num_cached_tokens or 0

@@ -32,7 +32,6 @@ from sightline.wire.weights import Manifest
 
 FLUSH_S = 0.3
 """Seconds between refusing requests at shutdown and closing connections."""
-
 ENGINE_CHECK_S = 1.0
 
 
@@ -106,35 +105,21 @@ class Middleware:
 
 def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
     """Return the engine in front of `client`, vLLM's EngineClient."""
-    spec, family = components.spec, components.family
-    path = spec.model_path
+    spec, family, path = components.spec, components.family, components.spec.model_path
     serving = load_serving(path, family, takes_updates=False)
     vision = serving.vision_prefixes(family)
     images = client.model_config.multimodal_config  # None for a text-only model
-    items = MultiModalItems(
-        family=family,
-        serving=serving,
-        materializer=components.build_materializer(),
-        pool=ThreadPoolExecutor(spec.num_pixel_threads, thread_name_prefix="items"),
-        normalizes=images is not None and images.mm_device_do_normalize,
-        cache=client.renderer.mm_processor_cache,
-    )
-    updater = WeightUpdater(
-        client=client,
-        model=path,
-        parameters=empty_parameters(path, family),
-        vision=vision,
-        manifest=Manifest(version=0, vision_version=0, files=[], run=spec.run_id),
-        vision_digest=vision_digest(open_checkpoint(path), vision),
-    )
-    return VllmEngine(
-        client,
-        items,
-        updater,
-        spec,
-        max_image_tokens=client.input_processor.mm_encoder_cache_size,
-        sampled_tokens=symbols.read_sampled_tokens,
-    )
+    normalizes = images is not None and images.mm_device_do_normalize
+    pool = ThreadPoolExecutor(spec.num_pixel_threads, thread_name_prefix="items")
+    materializer, cache = components.build_materializer(), client.renderer.mm_processor_cache
+    items = MultiModalItems(family, serving, materializer, pool, normalizes, cache)
+    manifest = Manifest(version=0, vision_version=0, files=[], run=spec.run_id)
+    digest = vision_digest(open_checkpoint(path), vision)
+    parameters = empty_parameters(path, family)
+    updater = WeightUpdater(client, path, parameters, vision, manifest, digest)
+    max_image_tokens = client.input_processor.mm_encoder_cache_size
+    sampled_tokens = symbols.read_sampled_tokens
+    return VllmEngine(client, items, updater, spec, max_image_tokens, sampled_tokens)
 
 
 async def announce(server: uvicorn.Server, components: ServerComponents, keeps_kv: bool) -> None:

@@ -15,11 +15,7 @@ from cachetools import LRUCache
 from sightline.families import Family
 from sightline.families.protocol import EngineField, ServingSpec
 from sightline.inference.errors import build_engine_error
-from sightline.inference.vllm_plugin.symbols import (
-    MultiModalFieldConfig,
-    MultiModalKwargsItem,
-    MultiModalKwargsItems,
-)
+from sightline.inference.vllm_plugin import symbols
 from sightline.pixels import Materializer, Pixels
 from sightline.wire import MediaItem, Slot
 
@@ -31,20 +27,18 @@ def engine_key(key: str, vision: str) -> str:
     return hashlib.sha256(f"{key}:{vision}".encode()).hexdigest()
 
 
-def build_mm_item(modality: str, fields: dict[str, EngineField]) -> MultiModalKwargsItem:
+def build_mm_item(modality: str, fields: dict[str, EngineField]) -> symbols.MultiModalKwargsItem:
     """Return one image in vLLM's input format."""
-    tensors, kinds = {}, {}
+    tensors, kinds, config = {}, {}, symbols.MultiModalFieldConfig
     for name, spec in fields.items():
-        tensor = torch.from_numpy(np.ascontiguousarray(spec.data))
+        tensor, on_host = torch.from_numpy(np.ascontiguousarray(spec.data)), spec.stays_on_host
         if spec.is_flat:
-            kinds[name] = MultiModalFieldConfig.flat(
-                modality, [slice(None)], dim=spec.axis, keep_on_cpu=spec.stays_on_host
-            )
+            kinds[name] = config.flat(modality, [slice(None)], dim=spec.axis, keep_on_cpu=on_host)
         else:
             tensor = tensor[None]
-            kinds[name] = MultiModalFieldConfig.batched(modality, keep_on_cpu=spec.stays_on_host)
+            kinds[name] = config.batched(modality, keep_on_cpu=on_host)
         tensors[name] = tensor
-    return MultiModalKwargsItems.from_hf_inputs(tensors, kinds)[modality][0]
+    return symbols.MultiModalKwargsItems.from_hf_inputs(tensors, kinds)[modality][0]
 
 
 @dataclass
@@ -64,18 +58,12 @@ class MultiModalItems:
 
     async def prepare(
         self, slots: list[Slot], keys: list[str], bypass_cache: bool
-    ) -> tuple[dict[str, MultiModalKwargsItem], list[str]]:
-        """Return the items that vLLM lacks, by engine key, and the pixel digest of each slot.
-
-        With `bypass_cache`, return all items.
-        """
+    ) -> tuple[dict[str, symbols.MultiModalKwargsItem], list[str]]:
+        """Return the items that vLLM lacks, by engine key, and the pixel digest of each slot."""
         if any(slot.item.step is not None for slot in slots):
-            raise build_engine_error(
-                "slots",
-                "features: videos are not supported with vLLM",
-                'serve with engine = "torch"',
-            )
-        new_items: dict[str, MultiModalKwargsItem] = {}
+            problem = "features: videos are not supported with vLLM"
+            raise build_engine_error("slots", problem, 'serve with engine = "torch"')
+        new_items: dict[str, symbols.MultiModalKwargsItem] = {}
         while lacking := {
             key: slot.item
             for slot, key in zip(slots, keys, strict=True)
@@ -101,8 +89,7 @@ class MultiModalItems:
         """
         if self.cache is None or bypass_cache:
             return [new_items[key] for key in keys]
-        # Mark the items as recently used, as vLLM's engine does.
-        for key in keys:
+        for key in keys:  # marks the items as recently used, as vLLM's engine does
             self.cache.touch_sender_cache_item(key)
         entries: list[Any] = []
         inserted: list[str] = []
@@ -113,10 +100,8 @@ class MultiModalItems:
                 for other in inserted:
                     self.cache.invalidate(other)
                 return None
-            entry, _ = self.cache.get_and_update_item(
-                None if is_held else (new_items[key], []), key
-            )
-            entries.append(entry)
+            new: Any = None if is_held else (new_items[key], [])
+            entries.append(self.cache.get_and_update_item(new, key)[0])
             if not is_held:
                 inserted.append(key)
         return entries
@@ -134,6 +119,6 @@ class MultiModalItems:
         is_held = self.cache is not None and self.cache.is_cached_item(key)
         return is_held and key in self._digests
 
-    def _build_item(self, item: MediaItem, pixels: Pixels) -> MultiModalKwargsItem:
+    def _build_item(self, item: MediaItem, pixels: Pixels) -> symbols.MultiModalKwargsItem:
         fields = self.serving.build_fields(self.family, item, pixels.patches, self.normalizes)
         return build_mm_item(self.family.modality, fields)

@@ -13,34 +13,19 @@ from safetensors import SafetensorError
 
 from sightline.compute.checkpoint_files import TensorFiles
 from sightline.compute.lora_weights import resolve_parameter
-from sightline.inference.vllm_plugin.layout import (
-    apply_layout,
-    read_checkpoint,
-    read_unpublished,
-    vllm_layout,
-)
-from sightline.inference.vllm_plugin.symbols import (
-    DefaultModelLoader,
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-    finalize_layerwise_reload,
-    forget_expert_kernels,
-    initialize_layerwise_reload,
-    repack_heads,
-)
+from sightline.inference.vllm_plugin import layout, symbols
 
 WEIGHTS_UNCHANGED = "the weights stay"
 """Prefix of errors that leave the weights unchanged. vLLM forwards only an error's text."""
 
 
 @dataclass
-class EmptyInitInfo(WeightTransferInitInfo):
+class EmptyInitInfo(symbols.WeightTransferInitInfo):
     """Empty setup information, because files need no setup."""
 
 
 @dataclass
-class FileUpdateInfo(WeightTransferUpdateInfo):
+class FileUpdateInfo(symbols.WeightTransferUpdateInfo):
     paths: list[str]
     """safetensors files that the server has checked."""
     transposed: list[str] = field(default_factory=list)
@@ -51,7 +36,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     """The scale of each adapter, by parameter name."""
 
 
-class FileWeightTransfer(WeightTransferEngine):
+class FileWeightTransfer(symbols.WeightTransferEngine):
     init_info_cls = EmptyInitInfo
     update_info_cls = FileUpdateInfo
 
@@ -67,16 +52,15 @@ class FileWeightTransfer(WeightTransferEngine):
             files, base = TensorFiles(update_info.paths), TensorFiles(update_info.base)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{WEIGHTS_UNCHANGED}: {error}") from error
-        forget_expert_kernels(self.model)
+        symbols.forget_expert_kernels(self.model)
         # Restore the checkpoint's layout in layers that repacked their weights.
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(
-            _read_tensors(files, base, update_info, Path(self.model_config.model))
-        )
+        symbols.initialize_layerwise_reload(self.model)
+        path = Path(self.model_config.model)
+        self.model.load_weights(_read_tensors(files, base, update_info, path))
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack_heads(self.model)
+        symbols.finalize_layerwise_reload(self.model, self.model_config)
+        symbols.repack_heads(self.model)
 
     def shutdown(self) -> None:
         """Do nothing: there are no resources."""
@@ -92,12 +76,12 @@ def _read_tensors(
         is_transposed = name in update_info.transposed and name in given
         return tensor.transpose(-1, -2) if is_transposed else tensor
 
-    layout = vllm_layout(model, base or given)
-    yield from apply_layout(layout, read)
-    yield from read_unpublished(model, layout)
+    parameters = layout.vllm_layout(model, base or given)
+    yield from layout.apply_layout(parameters, read)
+    yield from layout.read_unpublished(model, parameters)
 
 
-class LayoutLoader(DefaultModelLoader):
+class LayoutLoader(symbols.DefaultModelLoader):
     """A vLLM model loader that converts our parameter layout to vLLM's."""
 
     def __init__(self, load_config: Any) -> None:
@@ -106,4 +90,4 @@ class LayoutLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: Any, model: Any
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        yield from read_checkpoint(Path(model_config.model))
+        yield from layout.read_checkpoint(Path(model_config.model))

@@ -38,8 +38,6 @@ class CheckedWeights:
 
 @dataclass
 class WeightUpdater:
-    """Tracks and updates vLLM's weights."""
-
     client: Any
     model: Path
     """The checkpoint that vLLM loaded first. Adapters are merged into it."""
@@ -70,17 +68,11 @@ class WeightUpdater:
     def read(self, folder: Path, manifest: Manifest) -> CheckedWeights:
         """Read and check the weights of a manifest. Raise if they are incomplete or do not fit."""
         if not manifest.files:
-            raise WeightsError(
-                f"{folder} has weights without files, but vLLM's worker reads files",
-                'set [trainer] publish = "files"',
-            )
+            problem = f"{folder} has weights without files, but vLLM's worker reads files"
+            raise WeightsError(problem, 'set [trainer] publish = "files"')
         tensors = read_tensors(folder, manifest)
-        info = {"paths": [str(folder / file.name) for file in manifest.files]}
-        return self._check_weights(manifest, tensors, info | {"transposed": self._transposed})
-
-    def _check_weights(
-        self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], info: dict[str, Any]
-    ) -> CheckedWeights:
+        paths = [str(folder / file.name) for file in manifest.files]
+        info: dict[str, Any] = {"paths": paths, "transposed": self._transposed}
         if (adapter := manifest.adapter) is None:
             check_parameters(self.parameters, tensors)
             return CheckedWeights(manifest, info, vision_digest(tensors, self.vision))

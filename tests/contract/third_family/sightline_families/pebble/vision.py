@@ -90,9 +90,7 @@ class Pebble(VisionFamily[Settings]):
         cut = canvas.reshape(rows, side, columns, side, 3).transpose(0, 2, 1, 3, 4)
         return np.ascontiguousarray(cut).reshape(rows * columns, -1)
 
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
+    def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         """A token of text takes a position, and so does a whole row of patches."""
         check_slots_fit(slots, self.merge, num_tokens)
         steps = np.ones(num_tokens, dtype=np.int32)
@@ -101,5 +99,5 @@ class Pebble(VisionFamily[Settings]):
             row = np.zeros(columns, dtype=np.int32)
             row[-1] = 1
             steps[slot.offset : slot.offset + slot.length] = np.tile(row, rows)
-        ends = start + np.cumsum(steps, dtype=np.int32)
-        return (ends - steps)[None], int(ends[-1]) if num_tokens else start
+        ends = np.cumsum(steps, dtype=np.int32)
+        return (ends - steps)[None], int(ends[-1]) if num_tokens else 0
