@@ -125,9 +125,8 @@ class Orchestrator:
         if bad := int(published.metrics.get("bad_media") or 0):
             self.run_state.progress.bad_samples[str(published.version)] = bad
         self.judge.epochs[published.version] = published.epoch
-        self.run_state.remove_covered_batches(
-            published.checkpoint_step - self.replay.num_kept_steps
-        )
+        covered = published.checkpoint_step - self.replay.num_kept_steps
+        self.run_state.remove_covered_batches(covered)
         if self.background_evaluator is not None:
             self.background_evaluator.publish(published)
         self.policy.publish(published)
