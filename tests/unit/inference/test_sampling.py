@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -109,7 +107,7 @@ def test_filtered_rows_are_sampled_separately(
     plain = settings(np.linspace(0.05, 0.95, 6), 0.7)
     top_p, top_k = plain.top_p.copy(), plain.top_k.copy()
     top_p[1], top_k[4] = 0.3, 2
-    mixed = replace(plain, top_p=top_p, top_k=top_k)
+    mixed = plain._replace(top_p=top_p, top_k=top_k)
     assert mixed.is_plain.tolist() == [True, False, True, True, False, True]
     tokens, logprobs = sample(logits, NONE, mixed)
     assert sorted_rows == [2]
