@@ -111,7 +111,7 @@ test: $(STAMP) ## the quick tests, which need nothing but Python
 	$(BIN)/python -m pytest tests $(addprefix --ignore=tests/,$(ELSEWHERE)) --shapes $(SHAPED) -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal -m "not gpu and not loop and not launchers and not torchvision and not adapters and not ranks and not vllm and not browser$(if $(FULL),, and not thorough)"
 
 full: ## every suite in full: all broken families, mutants, inputs, 200 faults; takes hours
-	FULL=1 $(MAKE) check test fuzz test-torchvision types test-adapters test-launchers test-vllm test-ranks mutants test-loop test-browser smoke test-wheel bench-small
+	FULL=1 $(MAKE) check test test-bare fuzz fuzz-vllm test-torchvision types test-adapters test-launchers test-vllm test-ranks mutants test-loop test-browser smoke test-wheel bench-small site demo-vllm
 	$(MAKE) chaos FAULTS=200
 
 test-bare: ## the demo in short and the quick tests on a bare Debian: a chroot, made by debootstrap (needs root)

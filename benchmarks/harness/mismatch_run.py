@@ -1,6 +1,6 @@
 """Training runs in one process, with an artificial mismatch between sampler and trainer.
 
-    sampler (engine, its own thread) --traces--> judge --samples--> trainer's learner
+    sampler (engine, its own thread) --traces--> filter --samples--> trainer's learner
          ^  version step - 1 - lag                                    |
          +---------- weights of every version, as files --------------+
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.harness.engine_sampler import Sampler
 from sightline.algo.algorithms import GRPO
 from sightline.algo.losses import LossFunction, LossInputs, LossOutput, load_loss, tis
-from sightline.algo.verdicts import GroupJudge
+from sightline.algo.verdicts import GroupFilter
 from sightline.compute.weights import write_weights
 from sightline.config import AlgorithmConfig, MediaConfig, ModelConfig, TrainerConfig
 from sightline.envs.color_codeword import COLORS, LETTERS, ColorCodeword
@@ -243,7 +243,7 @@ class StudyRun:
         )
         pixels = build_pixels(self.learner, self.store)
         self._preparer = build_preparer(MediaConfig(), self.learner, pixels, sampled=False)
-        self._judge = GroupJudge(mismatch.lag, algorithm)
+        self._group_filter = GroupFilter(mismatch.lag, algorithm)
         self._rng = np.random.default_rng(seed)
         self._clipped: list[float] = []
         self.sampler = self._build_sampler(mismatch)
@@ -276,7 +276,9 @@ class StudyRun:
         """Train the step. Return its mean KL estimate between sampler and trainer."""
         size = self.size.group_size
         groups = [traces[i : i + size] for i in range(0, len(traces), size)]
-        true = [sample for group in groups for sample in self._judge.judge(group, step).samples]
+        true = [
+            sample for group in groups for sample in self._group_filter.decide(group, step).samples
+        ]
         noise = self.mismatch.noise
         reported = add_noise(true, noise, self._rng) if noise else true
         ready = self._preparer.prepare(Batch(step, reported), "")

@@ -36,7 +36,7 @@ class GroupVerdict:
 
 
 @dataclass
-class GroupJudge:
+class GroupFilter:
     """Decides which rollouts of a group are trained on."""
 
     max_lag: int
@@ -48,7 +48,7 @@ class GroupJudge:
     epochs: dict[int, int] = field(default_factory=dict)
     """The epoch of each version that was recomputed with different bits."""
 
-    def judge(self, traces: Sequence[Trace], step: int) -> GroupVerdict:
+    def decide(self, traces: Sequence[Trace], step: int) -> GroupVerdict:
         """Decide for `step`, which trains policy version step-1."""
         alone = [(trace, self._verdict_alone(trace, step)) for trace in traces]
         candidates = [trace for trace, verdict in alone if verdict is None]

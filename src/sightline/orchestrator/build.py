@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sightline.algo.algorithms import load_algorithm
 from sightline.algo.registry import load_filters
-from sightline.algo.verdicts import GroupJudge
+from sightline.algo.verdicts import GroupFilter
 from sightline.config import RunFile
 from sightline.media import MediaStore
 from sightline.media.stored_file import open_blobs
@@ -104,7 +104,7 @@ def build(
         temperature=config.rollout.temperature,
         seed=config.run.seed,
         next_group=progress.next_group,
-        unjudged_groups={g: progress.open_tasks.get(g, g) for g in progress.open_groups},
+        undecided_groups={g: progress.open_tasks.get(g, g) for g in progress.open_groups},
         choose_task=task_order.choose,
         check_trace=policies.check_trace,
     )
@@ -133,7 +133,7 @@ def build(
         rollouts=rollouts,
         policy=policy,
         policies=policies,
-        judge=GroupJudge(
+        group_filter=GroupFilter(
             max_lag=settings.max_lag,
             algorithm=load_algorithm(config.algorithm),
             filters=load_filters(config.filters),

@@ -1,11 +1,11 @@
 """The orchestrator's loop. Step k turns policy version k-1 into version k.
 
-    rollouts --group--> judge --samples--> batch k on disk --announce--> trainer
+    rollouts --group--> filter --samples--> batch k on disk --announce--> trainer
        ^                                                                    | published k
        +------------------ engines adopt k (policy) <-----------------------+
 
       collecting a batch waits for: a finished group   unblocked by: workers
-      a new group waits for: room under the lag        unblocked by: judge, policy
+      a new group waits for: room under the lag        unblocked by: filter, policy
       the next step waits for: version k - max_lag     unblocked by: trainer, then policy
       a goal that seems reached: held-out tasks        unblocked by: workers
 
@@ -26,7 +26,7 @@ from sightline.algo.verdicts import (
     BROKEN,
     NO_SIGNAL,
     TRUNCATED,
-    GroupJudge,
+    GroupFilter,
     GroupVerdict,
     describe_failure,
 )
@@ -50,7 +50,7 @@ class Orchestrator:
     rollouts: RolloutScheduler
     policy: PolicyUpdater
     policies: PublishedPolicies
-    judge: GroupJudge
+    group_filter: GroupFilter
     task_order: TaskOrder
     replay: ReplayBuffer
     run_state: RunState
@@ -124,7 +124,7 @@ class Orchestrator:
         self.policies.check_published(published, self.run_state.progress.step)
         if bad := int(published.metrics.get("bad_media") or 0):
             self.run_state.progress.bad_samples[str(published.version)] = bad
-        self.judge.epochs[published.version] = published.epoch
+        self.group_filter.epochs[published.version] = published.epoch
         covered = published.checkpoint_step - self.replay.num_kept_steps
         self.run_state.remove_covered_batches(covered)
         if self.background_evaluator is not None:
@@ -147,7 +147,7 @@ class Orchestrator:
             group = await self._wait_for_group(step, collection)
             if any(trace.error for trace in group.traces):
                 self.check_room()  # a resumed run plays groups again that a full disk broke
-            verdict = self.judge.judge(group.traces, step)
+            verdict = self.group_filter.decide(group.traces, step)
             self.observer.on_group(step, verdict)
             if verdict.fills_place and self.task_order.add(group.task, group.rewards):
                 self.observer.on_task_set_aside(step, group)

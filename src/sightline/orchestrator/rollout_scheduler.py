@@ -44,7 +44,7 @@ class RolloutScheduler:
     temperature: float
     seed: int
     next_group: int = 0
-    unjudged_groups: dict[int, int] = field(default_factory=dict)
+    undecided_groups: dict[int, int] = field(default_factory=dict)
     """Groups that the resumed run had started but not finished, with their tasks. They are played
     first."""
     choose_task: Callable[[int], int] = lambda group: group
@@ -71,14 +71,14 @@ class RolloutScheduler:
     def open_groups(self) -> dict[int, int]:
         """Groups that were started but have no verdicts, with their tasks."""
         started = {group.index: group.task for group in (*self._open.values(), *self._finished)}
-        return dict(sorted((started | self.unjudged_groups).items()))
+        return dict(sorted((started | self.undecided_groups).items()))
 
     async def start_groups(self, num_groups: int, min_version: int = 0) -> None:
         """Start groups, to be sampled by `min_version` or newer."""
         for _ in range(num_groups):
-            if self.unjudged_groups:
-                index = next(iter(self.unjudged_groups))
-                group = Group(index, self.unjudged_groups.pop(index))
+            if self.undecided_groups:
+                index = next(iter(self.undecided_groups))
+                group = Group(index, self.undecided_groups.pop(index))
             else:
                 group = Group(self.next_group, self.choose_task(self.next_group))
                 self.next_group += 1

@@ -38,7 +38,7 @@ class StepCollection:
     num_groups: int = 0
     """Number of groups that count towards the batch, with or without signal."""
     has_signal: bool = False
-    num_judged: int = 0
+    num_decided: int = 0
     num_without_signal: int = 0
     num_resampled: int = 0
     """Number of groups without signal that were replaced."""
@@ -60,7 +60,7 @@ class StepCollection:
         self.lags += verdict.lags
         self.has_signal |= verdict.has_signal
         self.has_fresh_group |= bool(verdict.lags) and max(verdict.lags) == 0
-        self.num_judged += 1
+        self.num_decided += 1
         for trace, name in verdict.verdicts:
             self.ids_by_verdict[name].append(trace.id)
         if not verdict.fills_place:
@@ -147,7 +147,7 @@ class StepMetrics:
                 for env, summary in earned.by_env.items()
             },
             groups=collection.num_groups,
-            no_signal_rate=collection.num_without_signal / max(collection.num_judged, 1),
+            no_signal_rate=collection.num_without_signal / max(collection.num_decided, 1),
             groups_replaced=collection.num_resampled,
             groups_replayed=collection.num_replayed,
             tasks_set_aside=sum(t.is_set_aside for t in self.run_state.progress.tasks.values()),

@@ -12,7 +12,7 @@ from sightline.algo.algorithm import get_group_rewards
 from sightline.algo.algorithms import GRPO
 from sightline.algo.credit import grpo, no_std
 from sightline.algo.registry import load_filters
-from sightline.algo.verdicts import GroupJudge
+from sightline.algo.verdicts import GroupFilter
 from sightline.config import AlgorithmConfig, FiltersConfig
 from sightline.errors import EnvironmentFailed, PolicyMismatch
 from sightline.message import assistant, user
@@ -49,48 +49,48 @@ def trace(
     return Trace(id=f"t{reward}", nodes=nodes, reward=reward, per_turn=per_turn, error=error)
 
 
-def judge(
+def build_filter(
     max_lag: int = 1, credit: str = "rollout", kl_coef: float = 0.0, **filters: object
-) -> GroupJudge:
+) -> GroupFilter:
     algorithm = GRPO(AlgorithmConfig(credit=credit, kl_coef=kl_coef))
-    return GroupJudge(max_lag, algorithm, load_filters(FiltersConfig.model_validate(filters)))
+    return GroupFilter(max_lag, algorithm, load_filters(FiltersConfig.model_validate(filters)))
 
 
-def verdicts(judged: object) -> list[str]:
-    return [verdict for _, verdict in judged.verdicts]  # type: ignore[attr-defined]
+def verdicts(decided: object) -> list[str]:
+    return [verdict for _, verdict in decided.verdicts]  # type: ignore[attr-defined]
 
 
 def test_a_group_with_different_rewards_trains() -> None:
-    judged = judge().judge([trace(0.0), trace(1.0)], step=1)
-    assert verdicts(judged) == ["train", "train"] and judged.fills_place
-    assert len(judged.samples) == 2 and judged.samples[0].advantages is None
+    decided = build_filter().decide([trace(0.0), trace(1.0)], step=1)
+    assert verdicts(decided) == ["train", "train"] and decided.fills_place
+    assert len(decided.samples) == 2 and decided.samples[0].advantages is None
 
 
 def test_equal_rewards_have_no_signal_but_fill_the_batch() -> None:
-    judged = judge().judge([trace(0.3), trace(0.3)], step=1)
-    assert verdicts(judged) == ["no_signal"] * 2
-    assert judged.fills_place and not judged.samples
+    decided = build_filter().decide([trace(0.3), trace(0.3)], step=1)
+    assert verdicts(decided) == ["no_signal"] * 2
+    assert decided.fills_place and not decided.samples
 
 
 def test_kl_term_keeps_groups_with_equal_rewards() -> None:
-    judged = judge(kl_coef=0.1).judge([trace(0.3), trace(0.3)], step=1)
-    assert verdicts(judged) == ["no_signal"] * 2 and not judged.has_signal
-    assert len(judged.samples) == 2
+    decided = build_filter(kl_coef=0.1).decide([trace(0.3), trace(0.3)], step=1)
+    assert verdicts(decided) == ["no_signal"] * 2 and not decided.has_signal
+    assert len(decided.samples) == 2
 
 
 def test_sample_older_than_the_lag_is_stale_and_replaced() -> None:
     group = [trace(0.0, version=1), trace(1.0, version=1)]
-    assert verdicts(judge(max_lag=1).judge(group, step=3)) == ["train"] * 2
-    late = judge(max_lag=1).judge(group, step=4)
+    assert verdicts(build_filter(max_lag=1).decide(group, step=3)) == ["train"] * 2
+    late = build_filter(max_lag=1).decide(group, step=4)
     assert verdicts(late) == ["stale"] * 2 and not late.fills_place
 
 
 def test_sample_of_the_version_that_a_step_makes_ends_the_run() -> None:
     """Step 3 trains version 2. Nothing can have sampled version 3 before it."""
-    fresh = judge().judge([trace(0.0, version=2), trace(1.0, version=2)], step=3)
+    fresh = build_filter().decide([trace(0.0, version=2), trace(1.0, version=2)], step=3)
     assert verdicts(fresh) == ["train"] * 2 and fresh.lags == [0, 0]
     with pytest.raises(PolicyMismatch, match="version 3, which is newer than version 2"):
-        judge().judge([trace(0.0, version=3), trace(1.0, version=2)], step=3)
+        build_filter().decide([trace(0.0, version=3), trace(1.0, version=2)], step=3)
 
 
 def test_every_version_that_sampled_a_rollout_counts() -> None:
@@ -103,25 +103,25 @@ def test_every_version_that_sampled_a_rollout_counts() -> None:
             record.nodes[1] = msgspec.structs.replace(record.nodes[1], versions=spans)
         return traces
 
-    trained = judge(max_lag=1).judge(group(1, 2), step=3)
+    trained = build_filter(max_lag=1).decide(group(1, 2), step=3)
     assert verdicts(trained) == ["train"] * 2 and trained.lags == [1, 1]
     assert trained.samples[0].versions.numpy().tolist() == [1, 2]
-    assert verdicts(judge(max_lag=1).judge(group(1, 2), step=4)) == ["stale"] * 2
+    assert verdicts(build_filter(max_lag=1).decide(group(1, 2), step=4)) == ["stale"] * 2
     with pytest.raises(PolicyMismatch, match="version 3, which is newer than version 2"):
-        judge().judge(group(2, 3), step=3)
+        build_filter().decide(group(2, 3), step=3)
 
 
 def test_samples_of_an_old_epoch_are_stale() -> None:
-    strict = judge()
+    strict = build_filter()
     strict.epochs[2] = 1
-    judged = strict.judge([trace(0.0, 2, epoch=0), trace(1.0, 2, epoch=1)], step=3)
-    assert verdicts(judged) == ["stale", "no_signal"]
+    decided = strict.decide([trace(0.0, 2, epoch=0), trace(1.0, 2, epoch=1)], step=3)
+    assert verdicts(decided) == ["stale", "no_signal"]
 
 
 def test_broken_rollout_drops_only_itself() -> None:
     group = [trace(None, error="boom"), trace(0.0), trace(1.0)]
-    judged = judge().judge(group, step=1)
-    assert verdicts(judged) == ["broken", "train", "train"]
+    decided = build_filter().decide(group, step=1)
+    assert verdicts(decided) == ["broken", "train", "train"]
 
 
 def test_filters_drop_samples_by_name_before_packing() -> None:
@@ -129,9 +129,11 @@ def test_filters_drop_samples_by_name_before_packing() -> None:
     repeated = trace(0.1, tokens=[7, 7, 7])
     rare = trace(0.2, logprob=-20.0)
     group = [long, repeated, rare, trace(0.3), trace(0.9)]
-    judged = judge(max_sampled_tokens=4, max_repeats=3, min_logprob=-10.0).judge(group, step=1)
-    assert verdicts(judged) == ["too_long", "repetitive", "rare_token", "train", "train"]
-    assert len(judged.samples) == 2
+    decided = build_filter(max_sampled_tokens=4, max_repeats=3, min_logprob=-10.0).decide(
+        group, step=1
+    )
+    assert verdicts(decided) == ["too_long", "repetitive", "rare_token", "train", "train"]
+    assert len(decided.samples) == 2
 
 
 def test_credit_by_turn_compares_the_same_turn_of_siblings() -> None:
@@ -146,7 +148,7 @@ def test_credit_by_turn_compares_the_same_turn_of_siblings() -> None:
 
 def test_credit_by_turn_requires_turn_rewards() -> None:
     with pytest.raises(EnvironmentFailed, match="per turn"):
-        judge(credit="turn").judge([trace(0.0), trace(1.0)], step=1)
+        build_filter(credit="turn").decide([trace(0.0), trace(1.0)], step=1)
 
 
 def test_advantages_match_plain_loops() -> None:
@@ -166,18 +168,18 @@ def cut_short(reward: float, turns: int = 1, per_turn: list[float] | None = None
 
 @pytest.mark.parametrize(("counts", "verdict"), [(True, "train"), (False, "truncated")])
 def test_setting_decides_whether_truncated_rollouts_train(counts: bool, verdict: str) -> None:
-    group_judge = judge()
-    group_judge.keep_truncated = counts
-    judged = group_judge.judge([trace(0.0), trace(1.0), cut_short(0.5)], step=1)
-    assert verdicts(judged) == ["train", "train", verdict]
-    assert len(judged.samples) == 2 + counts
+    group_filter = build_filter()
+    group_filter.keep_truncated = counts
+    decided = group_filter.decide([trace(0.0), trace(1.0), cut_short(0.5)], step=1)
+    assert verdicts(decided) == ["train", "train", verdict]
+    assert len(decided.samples) == 2 + counts
 
 
 def test_truncated_rollout_without_turn_or_credit_never_trains() -> None:
     nothing = cut_short(0.0, turns=0)
-    judged = judge().judge([trace(0.0), trace(1.0), nothing], step=1)
-    assert verdicts(judged)[2] == "truncated"
+    decided = build_filter().decide([trace(0.0), trace(1.0), nothing], step=1)
+    assert verdicts(decided)[2] == "truncated"
     group = [trace(0.0, per_turn=[0.0]), trace(1.0, per_turn=[1.0]), cut_short(0.0)]
-    assert verdicts(judge(credit="turn").judge(group, step=1))[2] == "truncated"
+    assert verdicts(build_filter(credit="turn").decide(group, step=1))[2] == "truncated"
     group[2] = cut_short(0.0, per_turn=[0.5])
-    assert verdicts(judge(credit="turn").judge(group, step=1))[2] == "train"
+    assert verdicts(build_filter(credit="turn").decide(group, step=1))[2] == "train"

@@ -135,7 +135,7 @@ def test_held_out_tasks_are_played_at_their_own_temperature(run: Run) -> None:
 )
 def test_verdicts_follow_the_run_file(run: Run, changes: dict[str, Any], verdict: str) -> None:
     trace = played(**changes)
-    verdicts = run.orchestrator.judge.judge([trace, trace], step=4).verdicts
+    verdicts = run.orchestrator.group_filter.decide([trace, trace], step=4).verdicts
     assert [name for _, name in verdicts] == [verdict] * 2
 
 
@@ -175,9 +175,9 @@ def test_samples_of_a_version_that_was_made_again_are_stale(run: Run) -> None:
     orchestrator = run.orchestrator
     _, message = publish(orchestrator, 1)
     orchestrator.publish(message)
-    assert orchestrator.judge.epochs == {1: 0}
-    orchestrator.judge.epochs[1] = 1
-    [(_, verdict)] = orchestrator.judge.judge([played(version=1)], step=2).verdicts
+    assert orchestrator.group_filter.epochs == {1: 0}
+    orchestrator.group_filter.epochs[1] = 1
+    [(_, verdict)] = orchestrator.group_filter.decide([played(version=1)], step=2).verdicts
     assert verdict == "stale"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sightline.algo.algorithms import GRPO
-from sightline.algo.verdicts import GroupJudge, GroupVerdict
+from sightline.algo.verdicts import GroupFilter, GroupVerdict
 from sightline.config import AlgorithmConfig
 from sightline.config.sections import OrchestratorConfig
 from sightline.errors import DiskFull, MediaError, NoTrainableSamples
@@ -64,7 +64,7 @@ class World:
         self.rollouts = RolloutScheduler(
             RolloutDispatcher(self.send, ["w"]), group_size=2, temperature=1.0, seed=0,
             next_group=self.run_state.progress.next_group,
-            unjudged_groups={g: g for g in self.run_state.progress.open_groups},
+            undecided_groups={g: g for g in self.run_state.progress.open_groups},
         )  # fmt: skip
 
     def build(self, **changes: int) -> Orchestrator:
@@ -73,7 +73,9 @@ class World:
             rollouts=self.rollouts,
             policy=self.policy,
             policies=PublishedPolicies("", self.run_dir.weights, owns_servers=True),
-            judge=GroupJudge(self.max_lag, GRPO(AlgorithmConfig(kl_coef=0.1 * self.keeps_all)), []),
+            group_filter=GroupFilter(
+                self.max_lag, GRPO(AlgorithmConfig(kl_coef=0.1 * self.keeps_all)), []
+            ),
             task_order=self.task_order,
             replay=self.replay,
             run_state=self.run_state,
@@ -352,8 +354,8 @@ def test_groups_without_signal_are_replaced(run_dir: RunDir) -> None:
     steps = seen(world)
     play(world, range(1, 3), max_resampled_groups=3)
     assert len(steps[0].samples) == len(steps[1].samples) == 3 * 2, "every place trains"
-    assert (steps[0].num_resampled, steps[0].num_without_signal, steps[0].num_judged) == (2, 2, 5)
-    assert (steps[1].num_resampled, steps[1].num_judged) == (0, 3)
+    assert (steps[0].num_resampled, steps[0].num_without_signal, steps[0].num_decided) == (2, 2, 5)
+    assert (steps[1].num_resampled, steps[1].num_decided) == (0, 3)
 
 
 def test_replaced_groups_are_bounded(run_dir: RunDir) -> None:
@@ -370,7 +372,7 @@ def test_groups_that_train_without_signal_are_not_replaced(run_dir: RunDir) -> N
     without_signal_below(2, world)
     steps = seen(world)
     orchestrator = world.build(max_resampled_groups=3)
-    orchestrator.judge.algorithm = GRPO(AlgorithmConfig(kl_coef=0.1))
+    orchestrator.group_filter.algorithm = GRPO(AlgorithmConfig(kl_coef=0.1))
 
     async def both() -> None:
         adopting = asyncio.ensure_future(world.policy.keep_adopting())

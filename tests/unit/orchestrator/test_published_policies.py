@@ -133,7 +133,7 @@ def test_a_version_from_the_future_ends_the_run(run: Orchestrator) -> None:
              versions=(PolicySpan(0, 1, version=7776, epoch=0),)),
     ])  # fmt: skip
     with pytest.raises(SightlineError, match="newer than version 3"):
-        run.judge.judge([trace, trace], step=4)
+        run.group_filter.decide([trace, trace], step=4)
 
 
 def test_wrong_server_answer_ends_the_run(run: Orchestrator) -> None:
