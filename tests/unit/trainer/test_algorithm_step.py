@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -282,6 +284,32 @@ def test_a_teacher_of_another_family_is_refused(
     student = Student(AlgorithmConfig(teacher=str(tmp_path / "teacher")))
     with pytest.raises(ConfigError, match=r"\[algorithm\] teacher"):
         build(tiny_model, store, student)
+
+
+def test_a_teacher_with_another_tokenizer_of_the_same_size_is_refused(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "teacher")
+    file = tmp_path / "teacher" / "tokenizer.json"
+    description = json.loads(file.read_text())
+    vocabulary = description["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    file.write_text(json.dumps(description))
+    student = Student(AlgorithmConfig(teacher=str(tmp_path / "teacher")))
+    with pytest.raises(ConfigError, match=r"\[algorithm\] teacher .* for the policy and 'B' for"):
+        build(tiny_model, store, student)
+
+
+def test_a_teacher_takes_the_pixel_limits_of_the_policy(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    """DPO without a teacher compares with the starting checkpoint, whatever the limits are."""
+    model = making.model_config(tiny_model, max_pixels=64 * 64)
+    algorithm = load_algorithm(AlgorithmConfig(name="dpo"))
+    learner = making.build_learner(
+        model, making.trainer_config(), store, steps=1, algorithm=algorithm
+    )
+    assert learner.teacher is not None
 
 
 def test_ppo_learns_the_values_of_a_batch(tiny_model: Path, store: MediaStore) -> None:
