@@ -322,6 +322,23 @@ def test_ppo_learns_the_values_of_a_batch(tiny_model: Path, store: MediaStore) -
     assert errors[-1] < 0.5 * errors[0]
 
 
+def test_dpo_measures_only_the_best_and_the_worst_rollout(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    learner = build(tiny_model, store, load_algorithm(AlgorithmConfig(name="dpo")))
+    samples = without_advantages(making.group(tiny_model, store, 4))
+    samples = [
+        msgspec.structs.replace(sample, reward=reward)
+        for sample, reward in zip(samples, (0.5, 1.0, 0.0, 0.5), strict=True)
+    ]
+    result = learner.step(prepare(learner, store, samples))
+    # The policy is still the reference: every pair has a loss of log 2, and no order.
+    assert result.metrics["dpo_loss"] == pytest.approx(np.log(2), rel=1e-4)
+    assert result.metrics["preference_accuracy"] == 0.0
+    equal = [msgspec.structs.replace(sample, reward=1.0) for sample in samples]
+    assert learner.step(prepare(learner, store, equal)).metrics["dpo_loss"] is None
+
+
 def test_distillation_moves_the_student_towards_its_teacher(
     tiny_model: Path, store: MediaStore, tmp_path: Path
 ) -> None:
