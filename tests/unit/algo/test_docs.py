@@ -83,7 +83,8 @@ def test_documented_algorithm_declares_needs_and_uses_the_whole_batch() -> None:
 
 
 def test_each_example_runs_without_the_others(tmp_path: Path) -> None:
-    for name, code in dict(loss=LOSS, advantage=ADVANTAGE, filter=FILTER, own=ALGORITHM).items():
+    blocks = {"loss": LOSS, "advantage": ADVANTAGE, "filter": FILTER, "own": ALGORITHM}
+    for name, code in blocks.items():
         (tmp_path / f"only_{name}.py").write_text(code)
     load_loss("only_loss:dual_clip")
     load_advantage("only_advantage:above_median")
