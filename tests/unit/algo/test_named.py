@@ -29,6 +29,7 @@ LOG2 = math.log(2.0)
 
 def build(name: str, **settings: Any) -> Algorithm:
     settings.setdefault("teacher", "teacher" if name == "distill" else "")
+    settings.setdefault("args", {"max_sampled_tokens": 100} if name == "dapo" else {})
     return load_algorithm(AlgorithmConfig(name=name, **settings))
 
 
@@ -132,10 +133,25 @@ def test_dapo_takes_reward_off_rollouts_that_are_almost_too_long() -> None:
     advantages = build("dapo", args=args, advantage="no_std").advantages(batch)
     # Penalties 0, 1/2, 1 and 1, with mean 5/8.
     assert [row[0] for row in advantages] == pytest.approx([0.625, 0.125, -0.375, -0.375])
-    equal = GroupRewards(np.ones(2), (1, 1), (None, None), "env", (4, 8))
-    assert build("dapo", args=args).has_signal(equal) and not build("dapo").has_signal(equal)
     with pytest.raises(ConfigError, match="buffer = 9"):
         build("dapo", args={"max_sampled_tokens": 8, "buffer": 9})
+    # By default, the penalty begins at four fifths of the limit, as in the paper.
+    default = build("dapo", args={"max_sampled_tokens": 10}, advantage="no_std").advantages(batch)
+    assert [row[0] for row in default] == pytest.approx([0.125, 0.125, 0.125, -0.375])
+
+
+def test_dapo_selects_groups_by_the_rewards_without_the_penalty() -> None:
+    """The paper keeps groups whose answers are neither all right nor all wrong."""
+    dapo = build("dapo", args={"max_sampled_tokens": 8, "buffer": 4})
+    group = GroupRewards(np.ones(2), (1, 1), (None, None), "env", (4, 8))
+    assert not dapo.has_signal(group)
+    assert dapo.has_signal(replace(group, rewards=np.array([0.0, 1.0])))
+
+
+def test_dapo_needs_a_length_limit() -> None:
+    for args in ({}, {"buffer": 4}, {"max_sampled_tokens": 0}):
+        with pytest.raises(ConfigError, match="needs args.max_sampled_tokens"):
+            build("dapo", args=args)
 
 
 def test_dapo_trains_a_rising_token_up_to_its_higher_bound() -> None:
