@@ -27,7 +27,8 @@ from sightline.view.events import by_step, read_events
 from sightline.wire.file import append_line
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-TASKS = ("color_codeword", "counting")
+TASKS = {"color_codeword": 3, "counting": 1}
+"""The turns of a rollout by task."""
 ALGORITHMS = (
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "ppo", "gspo", "cispo", "sapo", "dpo",
 )  # fmt: skip
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out, an interrupted comparison continues where it stopped."
     )
     parser.add_argument("--out", type=Path, help="folder of the runs and results")
-    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
+    parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=TASKS)
     parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, choices=ALGORITHMS)
     add_options(parser, "dir", seeds=3, steps=60, warmup_steps=200, eval_tasks=256, jobs=1)
 
@@ -135,6 +136,9 @@ def _play(folder: Path, cell: tuple[str, str, int], args: argparse.Namespace) ->
     values["eval"] = {"tasks": args.eval_tasks}
     kept = SHARED - UNUSED.get(algorithm, set())
     settings = {key: value for key, value in values["algorithm"].items() if key in kept}
+    if algorithm == "dapo":
+        longest = TASKS[task] * values["rollout"]["max_tokens"]
+        settings["args"] = {"max_sampled_tokens": longest}
     values["algorithm"] = {"name": algorithm, **settings}
     file = config.validate_config(RunFile, values, name)
     run_sightline("rl", folder / f"{name}.toml", config.dump_toml(file), "--plain")

@@ -1,13 +1,17 @@
-"""The demo, trained by a loss, an advantage and a filter from a module outside of the package."""
+"""The demo, trained by functions and an algorithm from a module outside of the package."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from loop.jobs import EXAMPLES, sightline, summary
+from loop.conftest import SMALL
+from loop.jobs import EXAMPLES, ROOT, sightline, summary
 from sightline.run import RunDir
+from sightline.view.dashboard.run_view import RunView
+from sightline.wire.event import STEP_METRICS
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(900)]
 
@@ -49,6 +53,25 @@ def test_user_defined_functions_train_the_demo(warm_home: Path) -> None:
     run_summary = summary(RunDir(warm_home / run))
     assert run_summary["reward_final"] > run_summary["reward_start"] + 0.15
     assert run_summary["mismatch_kl"] < 1e-5
+
+
+def test_documented_algorithm_trains_and_its_metric_is_in_the_dashboard(home: Path) -> None:
+    page = (ROOT / "docs" / "custom_algorithms.md").read_text()
+    (home / "my_algo.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1])
+    sightline(
+        "rl", "--plain", EXAMPLES / "cpu.toml", *SMALL, "run.steps=3", "eval.every=0",
+        "algorithm.name=my_algo:Reinforce", cwd=home,
+    )  # fmt: skip
+    [path] = (home / "runs").glob("job-*")
+    view = RunView("run", RunDir(path))
+    view.refresh_all()
+    charts = view.history.since(0)
+    view.close()
+    assert charts["step"] == [1, 2, 3]
+    first, *later = charts["columns"]["kl_tokens"]
+    assert first == pytest.approx(0.0, abs=1e-5), "the policy starts as its reference"
+    assert all(value is not None and abs(value) > abs(first) for value in later)
+    assert {name.partition(".")[0] for name in charts["names"]} - STEP_METRICS == {"kl_tokens"}
 
 
 def test_invalid_loss_is_refused_before_any_process_starts(warm_home: Path) -> None:

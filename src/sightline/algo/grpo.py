@@ -116,13 +116,22 @@ class DAPO(GRPO):
     """GRPO that subtracts up to 1 from the reward of rollouts close to the length limit.
 
     The penalty is 0 up to `max_sampled_tokens - buffer` sampled tokens, and grows linearly to 1 at
-    `max_sampled_tokens`. 0 turns it off.
+    `max_sampled_tokens`. The buffer defaults to a fifth of the limit, as in the paper. The rewards
+    without the penalty decide which groups train.
     """
 
     def __init__(
-        self, settings: AlgorithmConfig, *, max_sampled_tokens: int = 0, buffer: int = 0
+        self, settings: AlgorithmConfig, *, max_sampled_tokens: int = 0, buffer: int | None = None
     ) -> None:
         super().__init__(settings)
+        if max_sampled_tokens < 1:
+            raise ConfigError(
+                "[algorithm] name = 'dapo' needs args.max_sampled_tokens, the length from which a "
+                "rollout loses a reward of 1",
+                "set it to the most tokens that a rollout may sample ([rollout] max_tokens is the "
+                'limit of one turn), or use name = "grpo"',
+            )
+        buffer = max_sampled_tokens // 5 if buffer is None else buffer
         if not 0 <= buffer <= max_sampled_tokens:
             raise ConfigError(
                 f"[algorithm] args: buffer = {buffer} is not between 0 and max_sampled_tokens = "
@@ -131,12 +140,14 @@ class DAPO(GRPO):
             )
         self.limit, self.buffer = max_sampled_tokens, buffer
 
-    def turn_advantages(self, group: GroupRewards) -> list[Sequence[float]]:
-        if self.limit:
-            excess = np.array(group.num_sampled) - (self.limit - self.buffer)
-            penalties = np.clip(excess / max(self.buffer, 1), 0.0, 1.0)
-            group = replace(group, rewards=group.rewards - penalties)
-        return super().turn_advantages(group)
+    def advantages(self, batch: RolloutBatch) -> list[np.ndarray]:
+        penalized = [self._penalize(group.rewards) for group in batch.groups]
+        return expand_groups(batch, [self.turn_advantages(group) for group in penalized])
+
+    def _penalize(self, group: GroupRewards) -> GroupRewards:
+        excess = np.array(group.num_sampled) - (self.limit - self.buffer)
+        penalties = np.clip(excess / max(self.buffer, 1), 0.0, 1.0)
+        return replace(group, rewards=group.rewards - penalties)
 
 
 class ReinforcePlusPlus(GRPO):

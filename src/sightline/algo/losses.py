@@ -22,6 +22,7 @@ from sightline.algo.needs import Needs
 from sightline.algo.registry import load_function, try_function
 from sightline.compute.logprobs import BannedIds, Logits, mask_banned
 from sightline.errors import ConfigError
+from sightline.wire.event import STEP_METRICS
 from sightline.wire.micro_batch import TokenOrigin
 
 PerToken = Float[Tensor, " tokens"]
@@ -250,6 +251,11 @@ def check_algorithm_loss(name: str, loss: Callable[[LossInputs], Any], needs: Ne
                 f"{setting} = {name!r}: its loss returned {output!r} for {num} tokens",
                 "return AlgorithmLoss(token_loss, metrics): a tensor of shape "
                 f"({num},), and a dict of tensors of this shape",
+            )
+        if taken := [name for name in output[1] if name.partition(".")[0] in STEP_METRICS]:
+            raise ConfigError(
+                f"{setting} = {name!r}: its loss returned the metrics {taken}, which every run has",
+                "give them other names",
             )
         _check_token_loss(setting, name, inputs, output[0])
 

@@ -85,6 +85,16 @@ def test_invalid_algorithm_is_refused_by_its_setting(theirs: ModuleType) -> None
             check_algorithm_loss("x:y", wrong(AlgorithmConfig()).loss, Needs())
 
 
+def test_metric_cannot_have_the_name_of_a_step_metric() -> None:
+    class Lost(Constant):
+        def loss(self, tokens: LossInputs) -> AlgorithmLoss:
+            names = ("loss", "mine", "lr", "seconds.mine")
+            return AlgorithmLoss(tokens.logprobs, dict.fromkeys(names, tokens.logprobs))
+
+    with pytest.raises(ConfigError, match=r"metrics \['loss', 'lr', 'seconds.mine'\], which every"):
+        check_algorithm_loss("x:y", Lost(AlgorithmConfig()).loss, Needs())
+
+
 def test_the_orchestrator_can_load_an_algorithm_without_torch() -> None:
     code = (
         "import sys\n"

@@ -82,6 +82,22 @@ def test_documented_algorithm_declares_needs_and_uses_the_whole_batch() -> None:
     check_algorithm_loss("my_algo:Reinforce", reinforce.loss, reinforce.needs)
 
 
+def test_each_example_runs_without_the_others(tmp_path: Path) -> None:
+    blocks = {"loss": LOSS, "advantage": ADVANTAGE, "filter": FILTER, "own": ALGORITHM}
+    for name, code in blocks.items():
+        (tmp_path / f"only_{name}.py").write_text(code)
+    load_loss("only_loss:dual_clip")
+    load_advantage("only_advantage:above_median")
+    load_filters(FiltersConfig(custom=("only_filter:cut_off",)))
+    reinforce = load_algorithm(AlgorithmConfig(name="only_own:Reinforce"))
+    check_algorithm_loss("only_own:Reinforce", reinforce.loss, reinforce.needs)
+
+
+def test_documented_algorithm_has_at_most_fifteen_lines() -> None:
+    assert "A complete algorithm takes fifteen lines" in OWN
+    assert len([line for line in ALGORITHM.splitlines() if line.strip()]) <= 15
+
+
 def test_documented_error_matches_the_actual_one() -> None:
     with pytest.raises(ConfigError) as caught:
         load_loss("my_algo:dual_clip", {"bounds": 4.0})

@@ -29,6 +29,7 @@ LOG2 = math.log(2.0)
 
 def build(name: str, **settings: Any) -> Algorithm:
     settings.setdefault("teacher", "teacher" if name == "distill" else "")
+    settings.setdefault("args", {"max_sampled_tokens": 100} if name == "dapo" else {})
     return load_algorithm(AlgorithmConfig(name=name, **settings))
 
 
@@ -103,6 +104,57 @@ def test_every_name_loads_and_computes_a_loss(name: str) -> None:
     check_algorithm_loss(name, algorithm.loss, algorithm.needs)
 
 
+GRADIENTS = {
+    # Rewards 3, 0, 0 in the first group, so A = (sqrt 2, -1 / sqrt 2, -1 / sqrt 2). A = 0 in the
+    # second. PPO keeps r = 0.5 if A > 0, and r = 2.5 if A < 0. There are 7 tokens.
+    "grpo": [0, -0.70711 / 7, 1.76777 / 7, 0, 0.70711 / 7, 0, 0],
+    # A = (2, -1, -1). Each token weighs 1 / (5 samples x 1024).
+    "dr_grpo": [0, -1 / 5120, 2.5 / 5120, 0, 1 / 5120, 0, 0],
+    # A rollout of two tokens loses 1: rewards 2, -1, 0 with mean 1/3 and deviation 1.247219.
+    "dapo": [0, -0.668153 / 7, 2.672612 / 7, 0, 0.267261 / 7, 0, 0],
+    # A = 3 - 0 and 0 - 3/2. TIS truncates r = 2.5 at 2.
+    "rloo": [-6 / 7, -1.5 / 7, 3 / 7, 0.75 / 7, 1.5 / 7, 0, 0],
+    # The mean of all five rewards is 1, and their deviation sqrt(6/5): A = 1.825742 and -0.912871.
+    "reinforce++": [0, -0.912871 / 7, 2.282177 / 7, 0, 0.912871 / 7, 0, 0],
+    # Values are 0.5, so A = (2.5, -0.5, -0.5) and (0.5, 0.5).
+    "ppo": [0, -1.25 / 7, 1.25 / 7, 0, 0.5 / 7, -0.5 / 7, -0.5 / 7],
+    # s = sqrt(2.5 x 0.5) = 1.118034 is clipped if A > 0. Weights are 1 / (5 samples x length).
+    "gspo": [0, 0, 0.790569 / 10, 0.790569 / 10, 0.70711 / 5, 0, 0],
+    # r is clipped to 1.28 and 0.8, and every token keeps a gradient.
+    "cispo": [-1.810193 / 7, -1.131371 / 7, 0.905097 / 7, 0.565685 / 7, 0.70711 / 7, 0, 0],
+    # 4 g (1 - g) r A, with g = sigmoid(T (r - 1)), T = 1 if A > 0, else 1.05.
+    "sapo": [-2.109250 / 10, -0.664691 / 10, 1.004736 / 10, 0.330268 / 10, 0.70711 / 5, 0, 0],
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradient_of_a_named_algorithm_is_that_of_its_formula(name: str) -> None:
+    """From rewards to d loss / d log pi, with advantage, loss and aggregation as named."""
+    lengths = {"g": ([3.0, 0.0, 0.0], [2, 2, 1]), "h": ([1.0, 1.0], [1, 1])}
+    samples = [
+        make_sample(f"{group}{i}", group, [reward], [length])
+        for group, (rewards, numbers) in lengths.items()
+        for i, (reward, length) in enumerate(zip(rewards, numbers, strict=True))
+    ]
+    batch = with_values(samples, [[0.5] * len(sample.trained) for sample in samples])
+    args = {"max_sampled_tokens": 2, "buffer": 1} if name == "dapo" else {}
+    algorithm = build(name, measure_entropy=False, args=args)
+    settings = algorithm.settings
+    advantages = compute_advantages(algorithm, batch)
+    ratios, numbers = [2.5, 0.5, 2.5, 0.5, 1.0, 1.0, 1.0], [2, 2, 1, 1, 1]
+    values = torch.full((7,), 0.5, requires_grad=True) if algorithm.needs.values else None
+    inputs = replace(
+        make_inputs(ratios, np.concatenate(advantages).tolist(), numbers),
+        values=values,
+        old_values=values,
+    )
+    aggregate = load_aggregation(settings.aggregation, settings.aggregation_args)
+    weights = torch.from_numpy(np.repeat(aggregate(np.array(numbers)), numbers))
+    total = (algorithm.loss(inputs).token_loss * weights).sum()
+    [gradient] = torch.autograd.grad(total, inputs.logprobs)
+    assert gradient.tolist() == pytest.approx(GRADIENTS[name], rel=1e-4, abs=1e-7)
+
+
 def test_a_name_changes_defaults_and_explicit_settings_win() -> None:
     assert AlgorithmConfig(name="dr_grpo").advantage == "no_std"
     assert AlgorithmConfig(name="gspo").loss == "gspo"
@@ -132,10 +184,25 @@ def test_dapo_takes_reward_off_rollouts_that_are_almost_too_long() -> None:
     advantages = build("dapo", args=args, advantage="no_std").advantages(batch)
     # Penalties 0, 1/2, 1 and 1, with mean 5/8.
     assert [row[0] for row in advantages] == pytest.approx([0.625, 0.125, -0.375, -0.375])
-    equal = GroupRewards(np.ones(2), (1, 1), (None, None), "env", (4, 8))
-    assert build("dapo", args=args).has_signal(equal) and not build("dapo").has_signal(equal)
     with pytest.raises(ConfigError, match="buffer = 9"):
         build("dapo", args={"max_sampled_tokens": 8, "buffer": 9})
+    # By default, the penalty begins at four fifths of the limit, as in the paper.
+    default = build("dapo", args={"max_sampled_tokens": 10}, advantage="no_std").advantages(batch)
+    assert [row[0] for row in default] == pytest.approx([0.125, 0.125, 0.125, -0.375])
+
+
+def test_dapo_selects_groups_by_the_rewards_without_the_penalty() -> None:
+    """The paper keeps groups whose answers are neither all right nor all wrong."""
+    dapo = build("dapo", args={"max_sampled_tokens": 8, "buffer": 4})
+    group = GroupRewards(np.ones(2), (1, 1), (None, None), "env", (4, 8))
+    assert not dapo.has_signal(group)
+    assert dapo.has_signal(replace(group, rewards=np.array([0.0, 1.0])))
+
+
+def test_dapo_needs_a_length_limit() -> None:
+    for args in ({}, {"buffer": 4}, {"max_sampled_tokens": 0}):
+        with pytest.raises(ConfigError, match="needs args.max_sampled_tokens"):
+            build("dapo", args=args)
 
 
 def test_dapo_trains_a_rising_token_up_to_its_higher_bound() -> None:
@@ -326,7 +393,9 @@ def test_dpo_has_the_gradient_of_its_loss_on_the_best_and_worst_rollout() -> Non
         token_loss, metrics = algorithm.loss(inputs)
         [got] = torch.autograd.grad(token_loss.sum(), logprobs)
         torch.testing.assert_close(got.double(), expected.double())
-        if gradient is not None:
+        if gradient is None:
+            assert all(numbers.isnan().all() for numbers in metrics.values())
+        else:
             assert metrics["dpo_loss"].tolist() == pytest.approx([loss.item()] * 2, rel=1e-6)
             assert metrics["preference_accuracy"].tolist() == [float(gains[1] > gains[2])] * 2
     assert not algorithm.has_signal(GroupRewards(np.ones(2), (1, 1), (None, None)))

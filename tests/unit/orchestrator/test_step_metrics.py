@@ -16,6 +16,7 @@ from sightline.trace import decode_trace, encode_trace, read_traces
 from sightline.view.events import read_events
 from sightline.view.summary import build_summary
 from sightline.wire.control import RolloutRequest, RolloutResult
+from sightline.wire.event import STEP_METRICS
 from sightline.wire.file import read_lines
 from tests.unit.orchestrator.test_loop import World, play
 
@@ -74,6 +75,7 @@ def test_every_step_has_the_expected_metrics(tmp_path: Path) -> None:
     run_dir.make()
     play(Forking(run_dir, max_lag=0), range(1, 3))
     first, second = (e.values for e in read_events(run_dir.metrics) if e.kind == "step")
+    assert first.keys() <= STEP_METRICS
     # Each rollout has one turn with one sampled token. Of two in a group one earns 1.
     assert (first["answer_tokens_mean"], first["answer_tokens_max"], first["turns_mean"]) == (
         1,

@@ -23,6 +23,7 @@ from sightline.trainer.watchdog import StallWatchdog
 from sightline.view.events import by_step, read_events
 from sightline.wire import control
 from sightline.wire.control import BatchReady, ControlMessage
+from sightline.wire.event import STEP_METRICS
 from sightline.wire.weights import Manifest
 
 PATIENCE_S = 60.0
@@ -97,6 +98,7 @@ def test_version_written_after_the_next_step_has_its_own_weights(
     ]
     trained = by_step(read_events(run_dir.metrics), "train")
     assert trained[1].values["publish_s"] is None
+    assert trained[1].values.keys() - STEP_METRICS == {"clip_fraction", "entropy"}, "GRPO's own"
     for step in steps[1:]:
         assert trained[step].values["publish_s"] > 0
 

@@ -69,6 +69,24 @@ def test_no_logits_are_kept_between_the_passes(models: Models) -> None:
     assert whole > 0 and parts == 0
 
 
+@pytest.mark.parametrize("rows", [NUM, 8])
+def test_entropy_bonus_has_the_gradient_of_the_entropy(models: Models, rows: int) -> None:
+    """Compare with -sum p log p, written with other functions of torch, without banned ids."""
+    torch.manual_seed(0)
+    weight = models[0].model.lm_head.weight.detach()  # type: ignore[union-attr, operator]
+    hidden = torch.randn(NUM, weight.shape[1], requires_grad=True)
+    tokens, needs = torch.arange(10, 10 + NUM), Needs(entropy_gradient=True)
+    size = rows * len(weight)
+    scores = score_tokens((models[0], None), (hidden, None), tokens, BANNED, 0.7, needs, size)
+    assert scores.entropy is not None
+    allowed = torch.tensor([i not in BANNED for i in range(len(weight))])
+    wanted = torch.distributions.Categorical(logits=(hidden @ weight[allowed].T) / 0.7).entropy()
+    torch.testing.assert_close(scores.entropy, wanted)
+    [gradient] = torch.autograd.grad(scores.entropy.sum(), hidden)
+    assert gradient.norm() > 0.1
+    torch.testing.assert_close(gradient, torch.autograd.grad(wanted.sum(), hidden)[0])
+
+
 def test_scores_do_not_depend_on_measuring_entropy(models: Models) -> None:
     torch.manual_seed(0)
     width = models[0].model.lm_head.weight.shape[1]  # type: ignore[union-attr]
