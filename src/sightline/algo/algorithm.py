@@ -116,7 +116,7 @@ class AlgorithmLoss(NamedTuple):
     token_loss: PerToken
     """The loss of each trained token. The learner weights it by `[algorithm] aggregation`."""
     metrics: dict[str, PerToken]
-    """A number per trained token and name. The step reports their means."""
+    """A number per trained token and name. The step reports their means, without NaN."""
 
 
 class Algorithm:

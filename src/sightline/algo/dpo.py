@@ -5,6 +5,7 @@ This module loads no torch, as `sightline.algo.algorithm` explains.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -51,9 +52,10 @@ class DPO(Algorithm):
 
     def loss(self, tokens: LossInputs) -> AlgorithmLoss:
         missing = tokens.advantages.abs() / self.beta  # 1 - sigmoid of the margin
+        alone = missing == 0  # neither the best nor the worst rollout
         metrics = {
-            "dpo_loss": -(1 - missing).log(),
-            "preference_accuracy": (missing < 0.5).float(),
+            "dpo_loss": (-(1 - missing).log()).masked_fill(alone, math.nan),
+            "preference_accuracy": (missing < 0.5).float().masked_fill(alone, math.nan),
         }
         return AlgorithmLoss(-tokens.advantages * tokens.logprobs, metrics)
 

@@ -8,6 +8,7 @@ from sightline.render.emitter import Emitter
 from sightline.render.protocol import Bridged, Refused, Rendered, Renderer, Tools
 from sightline.render.template import ChatTemplate, TemplateError
 from sightline.render.tokenizer import Tokenizer
+from sightline.render.vocabulary import check_vocabularies
 
 __all__ = [
     "Bridged",
@@ -19,4 +20,5 @@ __all__ = [
     "TemplateError",
     "Tokenizer",
     "Tools",
+    "check_vocabularies",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sightline.message import AssistantMessage, Message
+from sightline.render.tokenizer import Tokenizer
 from sightline.wire import Slot, Span
 
 Messages = Sequence[Message | dict[str, Any]]
@@ -46,6 +47,7 @@ class Refused:
 
 
 class Renderer(Protocol):
+    tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
     pad_token_ids: tuple[int, ...]
     """Ids of media and of the marks around them, banned in sampling and in the trainer's softmax.

@@ -85,6 +85,10 @@ class Tokenizer:
         token_id = self._full.token_to_id(token)
         return None if token_id is None else int(token_id)
 
+    def list_tokens(self) -> dict[int, str]:
+        """Return every token by its id, as the tokenizer's file spells it."""
+        return {i: token for token, i in self._full.get_vocab(with_added_tokens=True).items()}
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._full.decode([int(i) for i in token_ids], skip_special_tokens=False))
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Event
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from sightline.families.device_copy import allocate_rows
 from sightline.media import MediaStore, open_store
 from sightline.pack import PackSize
 from sightline.pixels import Materializer, SharedPatches
+from sightline.render import Renderer, check_vocabularies
 from sightline.run import EventLog, RunDir
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.blocks import wrap_blocks
@@ -131,8 +132,8 @@ def build_learner(
         reference = load_frozen(model.path, features)
     if algorithm.needs.teacher_logprobs and not algorithm.settings.teacher_server:
         path = algorithm.settings.teacher or model.path
+        _check_teacher(path, model, family, renderer, store)
         teacher = load_frozen(path, None)
-        _check_teacher(path, teacher.forward, forward, family)
     return Learner(
         forward=forward,
         algorithm=algorithm,
@@ -165,16 +166,18 @@ def _build_features(
     return FrozenTowerFeatures(forward, cache, dims)
 
 
-def _check_teacher(path: str, teacher: Forward, policy: Forward, family: Family) -> None:
+def _check_teacher(
+    path: str, model: ModelConfig, family: Family, renderer: Renderer, store: MediaStore
+) -> None:
     """Raise if the teacher uses other pixels or other tokens than the policy."""
-    other = load_family(path)
-    widths = [cast(Any, f.model).get_output_embeddings().weight.shape[0] for f in (teacher, policy)]
-    if other.fingerprint != family.fingerprint or widths[0] != widths[1]:
+    other, name = load_family(path, **model.overrides()), f"[algorithm] teacher = {path!r}"
+    if other.fingerprint != family.fingerprint:
         raise ConfigError(
-            f"[algorithm] teacher = {path!r} does not take the policy's tokens and pixels: "
-            f"{other.name} with {widths[0]} tokens, and {family.name} with {widths[1]}",
-            "use a teacher of the same family, vocabulary and processor settings",
+            f"{name} does not take the policy's pixels: it is {other.name}, with the fingerprint "
+            f"{other.fingerprint}, and the policy is {family.name}, with {family.fingerprint}",
+            "use a teacher of the same family, with the same processor settings",
         )
+    check_vocabularies(renderer, load_renderer(path, store, other), name)
 
 
 def build_preparer(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ Put = Callable[[Any], MediaRef]
 @dataclass(frozen=True)
 class TrainingConversation:
     name: str
-    """The name in messages and metrics."""
+    """The name in messages and metrics, different for every draw."""
     messages: list[Message]
     tools: Tools | None = None
     rejected: list[Message] | None = None
@@ -97,10 +97,12 @@ class FileConversations:
         self._rows.get_row_number(0, TRAIN)  # raises if no row is left for training
 
     def name(self, index: int, split: str) -> str:
-        return f"row {self._rows.get_row_number(index, split)}"
+        # A batch may draw a row twice, and names identify samples.
+        return f"row {self._rows.get_row_number(index, split)} draw {index}"
 
     def conversation(self, index: int, split: str) -> TrainingConversation:
-        return self.row(self._rows.get_row_number(index, split))
+        conversation = self.row(self._rows.get_row_number(index, split))
+        return replace(conversation, name=self.name(index, split))
 
     def row(self, number: int) -> TrainingConversation:
         row = self._rows.read(number, self._put)

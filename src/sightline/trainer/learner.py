@@ -43,9 +43,9 @@ from sightline.trainer.step_result import (
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire.micro_batch import MicroBatch
 
-SUM_NAMES = ("all_tokens", "loss", "loss_tokens", "differing_routes", "routes", "oom_splits")
-METRIC = "algorithm "
-"""Prefix of an algorithm's own metrics among the sums."""
+SUM_NAMES = ("all_tokens", "loss", "differing_routes", "routes", "oom_splits")
+METRIC, COUNT = "algorithm ", "tokens with "
+"""Prefixes among the sums: of an algorithm's own metric, and of the tokens that have it."""
 
 
 class _MicroBatchTooLarge(Exception):
@@ -343,12 +343,12 @@ class Learner(LossComputer):
         self.dims.scale_loss(total).backward()
         self.timer.end("backward")
         metric_sums.add("loss", total)
-        metric_sums.count("loss_tokens", len(loss.logprobs))
         if loss.routes is not None:
             metric_sums.add("differing_routes", loss.routes[0])
             metric_sums.add("routes", loss.routes[1])
         for name, numbers in loss.metrics.items():
-            metric_sums.add(METRIC + name, numbers.detach().sum())
+            metric_sums.add(METRIC + name, numbers.detach().nansum())
+            metric_sums.add(COUNT + METRIC + name, (~numbers.isnan()).sum())
         return loss
 
     def update(self, step: int) -> Float[Tensor, ""]:
@@ -364,13 +364,13 @@ class Learner(LossComputer):
     ) -> dict[str, float | None]:
         fresh, older = sums["fresh_tokens"], sums["older_tokens"]
         vision_lrs = [g["lr"] for g in self.optimizer.param_groups if g["is_vision"]]
-        num, routes = max(sums["loss_tokens"], 1.0), sums["routes"]
+        routes = sums["routes"]
         return {
             "loss": sums["loss"] / max(num_updates, 1),
             **{
-                name.removeprefix(METRIC): total / num
-                for name, total in sums.items()
-                if name.startswith(METRIC)
+                key.removeprefix(METRIC): total / num if (num := sums[COUNT + key]) else None
+                for key, total in sums.items()
+                if key.startswith(METRIC)
             },
             # Null, not 0, if the trainer's current version sampled no token.
             "mismatch_kl": sums["fresh_kl"] / fresh if fresh else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -284,6 +286,32 @@ def test_a_teacher_of_another_family_is_refused(
         build(tiny_model, store, student)
 
 
+def test_a_teacher_with_another_tokenizer_of_the_same_size_is_refused(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "teacher")
+    file = tmp_path / "teacher" / "tokenizer.json"
+    description = json.loads(file.read_text())
+    vocabulary = description["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    file.write_text(json.dumps(description))
+    student = Student(AlgorithmConfig(teacher=str(tmp_path / "teacher")))
+    with pytest.raises(ConfigError, match=r"\[algorithm\] teacher .* for the policy and 'B' for"):
+        build(tiny_model, store, student)
+
+
+def test_a_teacher_takes_the_pixel_limits_of_the_policy(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    """DPO without a teacher compares with the starting checkpoint, whatever the limits are."""
+    model = making.model_config(tiny_model, max_pixels=64 * 64)
+    algorithm = load_algorithm(AlgorithmConfig(name="dpo"))
+    learner = making.build_learner(
+        model, making.trainer_config(), store, steps=1, algorithm=algorithm
+    )
+    assert learner.teacher is not None
+
+
 def test_ppo_learns_the_values_of_a_batch(tiny_model: Path, store: MediaStore) -> None:
     algorithm = load_algorithm(AlgorithmConfig(name="ppo", args={"level": "turn"}))
     learner = build(tiny_model, store, algorithm, lr=1e-2)
@@ -292,6 +320,23 @@ def test_ppo_learns_the_values_of_a_batch(tiny_model: Path, store: MediaStore) -
         learner.step(prepare(learner, store, samples)).metrics["value_loss"] for _ in range(6)
     ]
     assert errors[-1] < 0.5 * errors[0]
+
+
+def test_dpo_measures_only_the_best_and_the_worst_rollout(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    learner = build(tiny_model, store, load_algorithm(AlgorithmConfig(name="dpo")))
+    samples = without_advantages(making.group(tiny_model, store, 4))
+    samples = [
+        msgspec.structs.replace(sample, reward=reward)
+        for sample, reward in zip(samples, (0.5, 1.0, 0.0, 0.5), strict=True)
+    ]
+    result = learner.step(prepare(learner, store, samples))
+    # The policy is still the reference: every pair has a loss of log 2, and no order.
+    assert result.metrics["dpo_loss"] == pytest.approx(np.log(2), rel=1e-4)
+    assert result.metrics["preference_accuracy"] == 0.0
+    equal = [msgspec.structs.replace(sample, reward=1.0) for sample in samples]
+    assert learner.step(prepare(learner, store, equal)).metrics["dpo_loss"] is None
 
 
 def test_distillation_moves_the_student_towards_its_teacher(

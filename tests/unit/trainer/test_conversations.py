@@ -163,12 +163,16 @@ def test_every_epoch_has_every_row_once_except_held_out_ones(
 ) -> None:
     talks = opened(write_jsonl(tmp_path, rows(10)), store, eval_fraction=0.3)
     assert talks.num_held_out == 3
-    names = {talks.name(i, HELD_OUT) for i in range(3)}
-    epochs = [[talks.name(7 * e + i, TRAIN) for i in range(7)] for e in range(3)]
+
+    def draw(i: int, split: str) -> str:
+        return talks.name(i, split).removesuffix(f" draw {i}")
+
+    names = {draw(i, HELD_OUT) for i in range(3)}
+    epochs = [[draw(7 * e + i, TRAIN) for i in range(7)] for e in range(3)]
     assert all(set(epoch) | names == {f"row {n}" for n in range(10)} for epoch in epochs)
     assert len(names) == 3 and epochs[0] != epochs[1] != epochs[2]
     again = opened(tmp_path / "talks.jsonl", store, eval_fraction=0.3)
-    assert again.name(15, TRAIN) == epochs[2][1], "whatever was asked for before"
+    assert again.name(15, TRAIN) == f"{epochs[2][1]} draw 15", "whatever was asked for before"
 
 
 def test_part_index_selects_an_image_of_the_row(tmp_path: Path, store: MediaStore) -> None:
