@@ -19,12 +19,14 @@ from sightline.families.registry import write_tiny
 from sightline.families.relayout import lay_out_again
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
-from sightline.message import video
+from sightline.message import assistant, user, video
 from sightline.orchestrator.run_state import Progress
 from sightline.orchestrator.teacher import LEASE, ServedTeacher
 from sightline.pack.truncate import truncate_sample
 from sightline.rollout.client import GenerateClient
+from sightline.trainer.sft import build_sample
 from sightline.wire import Slot
+from sightline.wire.array import Array
 from sightline.wire.sample import Sample
 from tests import making
 from tests.serving import Client, Reference, live
@@ -100,16 +102,26 @@ def test_served_teacher_gives_the_advantages_of_one_in_the_trainer(
         np.testing.assert_allclose(found["http://unused"][name], advantages, atol=TOLERANCE)
 
 
+def draw_large_image(model: Path, media: MediaStore) -> Sample:
+    """Return a sample whose image has another number of tokens in the other family."""
+    picture = media.put(making.image(random.Random(0), 160, 96))
+    talk = [user("what is", picture), assistant("red green blue")]
+    sample = build_sample(talk, load_renderer(model, media), "large")
+    return replace(sample, logprobs=Array.of(-np.ones(len(sample.trained)), "float32"))
+
+
 def test_teacher_of_another_family_scores_the_same_ids_with_its_own_images(
     tiny_model: Path, media: MediaStore, tmp_path: Path
 ) -> None:
     write_tiny("qwen_vl", tmp_path / "older", seed=5, type="qwen2_5_vl")
-    samples = making.samples(tiny_model, media, count=4, seed=9)
+    samples = [draw_large_image(tiny_model, media)]
+    samples += making.samples(tiny_model, media, count=4, seed=9)
     reference = Reference(tmp_path / "older", media)
     for server in serve(tmp_path / "older", media):
         scored = score(server, tmp_path / "older", media, samples, Progress())
     family, pad = reference.family, reference.renderer.pad_token_ids[0]
-    assert any(sample.slots for sample in samples)
+    [slot] = samples[0].slots
+    assert slot.length != family.num_tokens(family.item(samples[0].items[0].ref))
     for sample, answer in zip(samples, scored, strict=True):
         placed = [Slot(s.offset, s.length, sample.items[s.item]) for s in sample.slots]
         own = sample.token_ids.numpy().tolist()

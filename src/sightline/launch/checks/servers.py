@@ -11,20 +11,20 @@ from typing import Any
 
 from sightline.compute.weight_transport import find_transport
 from sightline.config import RunFile
-from sightline.errors import ConfigError
 from sightline.config.secret_refs import resolve_secret
+from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
 from sightline.families.checkpoint_files import resolve_checkpoint
-from sightline.orchestrator.teacher import LEASE as TEACHER_LEASE
-from sightline.render import check_vocabularies
-from sightline.wire.codec import check_release
 from sightline.launch.checks.model import draw_probe_image
 from sightline.media import is_address, open_store
 from sightline.media.remote import START_DEADLINE_S
+from sightline.orchestrator.teacher import LEASE as TEACHER_LEASE
+from sightline.render import check_vocabularies
 from sightline.rollout.engines import load_engine
 from sightline.run import RunDir
 from sightline.run.server_changes import REMOVE, list_wanted
 from sightline.transport.http_client import bearer
+from sightline.wire.codec import check_release
 
 HTTP_TIMEOUT_S = 10.0
 IMAGE_TIMEOUT_S = 300.0
@@ -69,6 +69,11 @@ def check_teacher(config: RunFile, family: Family, teacher: Family) -> None:
     address = settings.teacher_server
     token = resolve_secret(settings.teacher_token, "[algorithm] teacher_token")
     health = _request_json(address, "/health", token, where=where)
+    if "fingerprint" not in health:
+        raise ConfigError(
+            f"{where} = {address!r} is not a Sightline server, or requires another token",
+            "start it with `sightline serve`, and set [algorithm] teacher_token",
+        )
     check_release(str(health.get("release", "")), f"{where} {address}")
     problem = ""
     if health.get("fingerprint") != teacher.fingerprint:
