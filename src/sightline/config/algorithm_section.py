@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from sightline.config.section import ConfigSection, Keywords, Mutable
+from sightline.config.secret_refs import InvalidSetting
+from sightline.config.section import ConfigSection, Keywords, Mutable, SecretRef
 
 PRESETS: dict[str, dict[str, Any]] = {
     "dr_grpo": {
@@ -58,10 +59,24 @@ class AlgorithmConfig(ConfigSection):
     teacher: str = ""
     """Checkpoint whose logprobs distill, dpo or your own algorithm uses. Empty uses the
     starting checkpoint, except for distill."""
+    teacher_server: str = ""
+    """Address of a server that runs the teacher. Empty loads the teacher into the trainer."""
+    teacher_token: Mutable[SecretRef] = ""
+    """Reference to that server's control token: env:NAME or file:PATH."""
     epochs: int = Field(1, ge=1)
     """Number of passes over each batch."""
     minibatches: int = Field(1, ge=1)
     """Number of parts that a batch is split into, with one update each. Groups are not split."""
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> AlgorithmConfig:
+        if self.teacher_server and not self.teacher:
+            raise InvalidSetting(
+                "teacher_server is set without teacher",
+                "set teacher to the folder that the server loads: its tokens are compared with "
+                "the policy's",
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

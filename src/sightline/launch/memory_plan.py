@@ -147,7 +147,8 @@ def plan_rank(
         gathered = itemsize * (model.outside_blocks + 2 * model.largest_block)
         items["gathered parameters"] = gathered + master * model.largest_block
     needs = (load_algorithm if is_rl else load_sft_algorithm)(file.algorithm).needs
-    if frozen := bool(needs.reference) + bool(needs.teacher_logprobs):
+    loads_teacher = needs.teacher_logprobs and not file.algorithm.teacher_server
+    if frozen := bool(needs.reference) + loads_teacher:
         items["frozen models"] = frozen * itemsize * model.parameters // ranks
     if isinstance(file, RunFile) and rank == 0 and on_gpu:
         engine = load_engine(file.inference.engine)

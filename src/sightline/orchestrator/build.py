@@ -10,6 +10,9 @@ from sightline.algo.algorithms import load_algorithm
 from sightline.algo.registry import load_filters
 from sightline.algo.verdicts import GroupFilter
 from sightline.config import RunFile
+from sightline.config.secret_refs import resolve_secret
+from sightline.families import load_family, load_renderer
+from sightline.families.checkpoint_files import resolve_checkpoint
 from sightline.media import MediaStore
 from sightline.media.stored_file import open_blobs
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
@@ -22,10 +25,11 @@ from sightline.orchestrator.rollout_scheduler import (
     RolloutScheduler,
     SendControl,
 )
-from sightline.orchestrator.run_state import RunState
+from sightline.orchestrator.run_state import Progress, RunState
 from sightline.orchestrator.server_pool import ServerPool
 from sightline.orchestrator.step_metrics import StepMetrics
 from sightline.orchestrator.task_order import TaskOrder, load_task_order
+from sightline.orchestrator.teacher import NoTeacher, ServedTeacher
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
@@ -72,6 +76,24 @@ def build_servers(
         outage_timeout_s=config.inference.outage_timeout_s,
         joined_file=run_dir.heartbeat("server") if is_own else None,
     )
+
+
+def build_teacher(
+    config: RunFile, store: MediaStore, progress: Progress
+) -> ServedTeacher | NoTeacher:
+    """Build the client of the teacher's server, if there is one."""
+    settings = config.algorithm
+    if not settings.teacher_server:
+        return NoTeacher()
+    folder = resolve_checkpoint(settings.teacher)
+    family = load_family(folder)
+    client = GenerateClient(
+        settings.teacher_server,
+        token=resolve_secret(settings.teacher_token, "[algorithm] teacher_token"),
+        deadline_s=config.inference.outage_timeout_s,
+    )
+    pads = load_renderer(folder, store, family).pad_token_ids
+    return ServedTeacher(client, family, pads[0] if pads else -1, progress)
 
 
 def build(
@@ -141,6 +163,7 @@ def build(
         ),
         task_order=task_order,
         replay=ReplayBuffer.open(run_dir, settings, config.run.seed),
+        teacher=build_teacher(config, store, progress),
         run_state=run_state,
         observer=observer,
         evaluator=evaluator,

@@ -22,6 +22,7 @@ from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_pool import ServerPool, run_until_first
 from sightline.orchestrator.step_metrics import ServerStatsPoller
+from sightline.orchestrator.teacher import ServedTeacher
 from sightline.regular_file import read_text
 from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog, RunDir
@@ -107,6 +108,9 @@ async def main(
     ]
     if orchestrator.background_evaluator is not None:
         helpers.append(orchestrator.background_evaluator.keep_evaluating())
+    if isinstance(orchestrator.teacher, ServedTeacher):
+        await orchestrator.teacher.client.wait_healthy()
+        helpers.append(orchestrator.teacher.keep_lease())
     try:
         # If a helper ends before the job, it has failed, and its error ends the run.
         await run_until_first(job(), *helpers)

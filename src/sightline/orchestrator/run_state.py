@@ -61,6 +61,8 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     best_measure: float = 0.0
     best_digest: str = ""
     """SHA-256 of the weights in checkpoints/best."""
+    teacher: str = ""
+    """Label of the weights of the teacher's server. Empty before it has scored a sample."""
     batches: dict[str, str] = {}
     """Digest of each batch that no checkpoint covers, by step."""
     earned: dict[str, Any] = {}

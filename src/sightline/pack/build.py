@@ -43,7 +43,14 @@ def build_micro_batch(
         origins=builder.origins,
         temperature=samples[0].temperature,
         routes=_lay_out_routes(samples, builder),
+        teacher_logprobs=_concatenate([s.teacher_logprobs for s in samples]),
     )
+
+
+def _concatenate(arrays: Sequence[Array | None]) -> Array | None:
+    """Return one array, or None if one is missing."""
+    present = [array.numpy() for array in arrays if array is not None]
+    return Array.of(np.concatenate(present), "float32") if len(present) == len(arrays) else None
 
 
 def _lay_out_routes(samples: Sequence[Sample], builder: _MicroBatchBuilder) -> Array | None:

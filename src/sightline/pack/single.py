@@ -35,10 +35,6 @@ def _take(batch: MicroBatch, path: np.ndarray) -> tuple[MicroBatch, np.ndarray]:
         for slot in batch.slots
         if np.isin(slot.end - 1, path)
     ]
-    arrays = {
-        name: Array.of(getattr(batch, name).numpy()[kept], getattr(batch, name).dtype)
-        for name in ("logprobs", "advantages", "loss_weight", "versions")
-    }
     routes = batch.routes
     single = msgspec.structs.replace(
         batch,
@@ -50,6 +46,6 @@ def _take(batch: MicroBatch, path: np.ndarray) -> tuple[MicroBatch, np.ndarray]:
         slots=slots,
         routes=None if routes is None else Array.of(routes.numpy()[path], routes.dtype),
         origins=[],
-        **arrays,
+        **batch.take_trained(kept),
     )
     return single, kept

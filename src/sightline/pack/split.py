@@ -69,9 +69,7 @@ def _take(
         for origin in batch.origins
         if counts[origin.stop] > counts[origin.start]
     ]
-    per_token = ("logprobs", "advantages", "loss_weight", "versions")
-    arrays = {name: getattr(batch, name).numpy()[trains] for name in per_token}
-    arrays |= {
+    arrays = {
         "token_ids": batch.token_ids.numpy()[kept],
         "positions": batch.positions.numpy()[:, kept],
         "subtree_end": np.searchsorted(kept, batch.subtree_end.numpy()[kept]),
@@ -86,5 +84,6 @@ def _take(
         slots=[Slot(int(places[s.offset]), s.length, items.index(s.item)) for s in slots],
         origins=origins,
         **{name: Array.of(values, getattr(batch, name).dtype) for name, values in arrays.items()},
+        **batch.take_trained(trains),
     )
     return MicroBatchPart(part, trains, items)

@@ -51,7 +51,7 @@ def truncate_sample(sample: Sample, limit: int) -> Sample | str:
     slots = [slot for slot in slots if slot.offset < end]
     used = sorted({slot.item for slot in slots})
     places = {old: new for new, old in enumerate(used)}
-    of_trained = ("trained", "logprobs", "advantages", "versions")
+    of_trained = ("trained", "logprobs", "advantages", "versions", "teacher_logprobs")
     lengths = {"token_ids": end, "routes": end, **dict.fromkeys(of_trained, num_trained)}
     return msgspec.structs.replace(
         sample,

@@ -102,7 +102,20 @@ class LossComputer:
         teacher_logprobs = None
         if (teacher := self.teacher) is not None:
             teacher_logprobs = call_gathered(teacher.sharded, lambda: score_by_teacher(teacher))
+        elif self.algorithm.needs.teacher_logprobs:
+            teacher_logprobs = self._read_teacher_logprobs(ready.batch)
         return PriorScores(logprobs, values, teacher_logprobs)
+
+    def _read_teacher_logprobs(self, batch: MicroBatch) -> Float[Tensor, " tokens"]:
+        """Return the logprobs that a server computed before the batch was written."""
+        if batch.teacher_logprobs is None and len(batch.trained):
+            raise Misaligned(
+                f"step {batch.step}: [algorithm] teacher_server is set, but the batch has no "
+                "logprobs of the teacher",
+                "resume the run with the settings that it was started with",
+            )
+        given = batch.logprobs if batch.teacher_logprobs is None else batch.teacher_logprobs
+        return copy_to_device(given.numpy().copy(), self.device)
 
     def compute_loss(self, ready: ReadyMicroBatch, prior: PriorScores | None) -> MicroBatchLoss:
         """Compute a micro-batch's loss: hidden states, scores, the algorithm, token weights."""

@@ -130,7 +130,7 @@ def build_learner(
     reference = teacher = None
     if algorithm.needs.reference:
         reference = load_frozen(model.path, features)
-    if algorithm.needs.teacher_logprobs:
+    if algorithm.needs.teacher_logprobs and not algorithm.settings.teacher_server:
         path = algorithm.settings.teacher or model.path
         _check_teacher(path, model, family, renderer, store)
         teacher = load_frozen(path, None)

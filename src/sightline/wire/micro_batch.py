@@ -7,6 +7,7 @@ A token q attends to k if k <= q < subtree_end[k].
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from sightline.errors import Misaligned
 from sightline.wire.array import Array
@@ -32,6 +33,10 @@ class TokenOrigin(Segment, frozen=True, forbid_unknown_fields=True, kw_only=True
     group_id: str = ""
     sample: int = 0
     """The sample's place in the micro-batch."""
+
+
+PER_TRAINED = ("logprobs", "advantages", "loss_weight", "versions", "teacher_logprobs")
+"""Arrays of a micro-batch with one number per trained token. The last may be None."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,11 +68,13 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature: float = 1.0
     routes: Array | None = None
     """(T, layers, experts per token): the sampler's experts of each token, as in `Sample`."""
+    teacher_logprobs: Array | None = None
+    """float32 (S,), if a server computed them."""
 
     def __post_init__(self) -> None:
         num_tokens, num_trained = len(self.token_ids), len(self.trained)
         wanted = dict.fromkeys(("positions", "subtree_end", "parent"), num_tokens)
-        wanted |= dict.fromkeys(("logprobs", "advantages", "loss_weight", "versions"), num_trained)
+        wanted |= {name: num_trained for name in PER_TRAINED if getattr(self, name) is not None}
         wrong = [name for name, num in wanted.items() if getattr(self, name).shape[-1:] != (num,)]
         if self.routes is not None and self.routes.shape[:-2] != (num_tokens,):
             wrong.append("routes")
@@ -82,6 +89,11 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"micro-batch of step {self.step}: a trained token has no parent",
                 "the first token of a sequence cannot train",
             )
+
+    def take_trained(self, kept: np.ndarray) -> dict[str, Array]:
+        """Return the arrays of the trained tokens that `kept` selects."""
+        arrays = {name: getattr(self, name) for name in PER_TRAINED}
+        return {k: Array.of(a.numpy()[kept], a.dtype) for k, a in arrays.items() if a is not None}
 
     @property
     def num_patches(self) -> int:

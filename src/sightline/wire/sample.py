@@ -13,9 +13,9 @@ from sightline.wire.array import Array
 from sightline.wire.codec import Codec, check_schema
 from sightline.wire.item import MediaItem, Slot, Span, check_slots
 
-SAMPLE_SCHEMA = 3
+SAMPLE_SCHEMA = 4
 """Schema 1 had advantages in every sample, and neither turns nor rewards per turn. Schema 2 had no
-routes."""
+routes. Schema 3 had no teacher_logprobs."""
 OLDEST_SCHEMA = 1
 
 
@@ -53,12 +53,14 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     routes: Array | None = None
     """(tokens, layers, experts per token): the sampler's experts of each token, or the dtype's
     maximum where they are unknown, as for the last token."""
+    teacher_logprobs: Array | None = None
+    """float32, the teacher's logprob of each trained token, if a server computed them."""
     schema: int = SAMPLE_SCHEMA
 
     def __post_init__(self) -> None:
         check_schema(self.schema, SAMPLE_SCHEMA, "sample", OLDEST_SCHEMA)
         num_tokens, num_trained = len(self.token_ids), len(self.trained)
-        for name in ("logprobs", "advantages", "versions"):
+        for name in ("logprobs", "advantages", "versions", "teacher_logprobs"):
             array = getattr(self, name)
             if array is not None and len(array) != num_trained:
                 raise self._misaligned(f"{len(array)} {name} for {num_trained} trained tokens")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from sightline.algo.algorithms import GRPO
 from sightline.algo.verdicts import GroupFilter, GroupVerdict
@@ -23,10 +24,12 @@ from sightline.orchestrator.rollout_scheduler import RolloutDispatcher, RolloutS
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.step_metrics import StepCollection
 from sightline.orchestrator.task_order import TaskOrder, sequential
+from sightline.orchestrator.teacher import NoTeacher, ServedTeacher
 from sightline.run import EventLog, RunDir
 from sightline.trace import Node, PolicySpan, Trace, encode_trace
 from sightline.trace.node import float32_array, int32_array
 from sightline.view.events import read_events
+from sightline.wire.array import Array
 from sightline.wire.control import (
     BatchReady,
     CancelRollouts,
@@ -35,7 +38,7 @@ from sightline.wire.control import (
     RolloutRequest,
     RolloutResult,
 )
-from sightline.wire.sample import Batch
+from sightline.wire.sample import Batch, Sample
 
 
 class World:
@@ -61,6 +64,7 @@ class World:
         )
         self.task_order = TaskOrder(sequential, 0, {}, lambda: 0.0)
         self.replay = ReplayBuffer()
+        self.teacher: NoTeacher | ServedTeacher = NoTeacher()
         self.rollouts = RolloutScheduler(
             RolloutDispatcher(self.send, ["w"]), group_size=2, temperature=1.0, seed=0,
             next_group=self.run_state.progress.next_group,
@@ -78,6 +82,7 @@ class World:
             ),
             task_order=self.task_order,
             replay=self.replay,
+            teacher=self.teacher,
             run_state=self.run_state,
             observer=self,
             evaluator=Evaluator(self.rollouts, self.run_state, events, self.run_dir, 0, 1.0),
@@ -455,3 +460,26 @@ def test_replayed_groups_are_young_and_the_same_after_a_resume(tmp_path: Path) -
         assert len(batch.samples) == 2 * (3 + len(ages))
     assert {b.step - first_step[name] for b in batches for name in b.replayed} == {1, 2, 3}
     assert run("resumed", 5) == batches
+
+
+class _Constant(ServedTeacher):
+    """A teacher whose logprobs are all -3."""
+
+    async def _score(self, sample: Sample) -> Sample:
+        await asyncio.sleep(0.002)
+        logprobs = Array.of([-3.0] * len(sample.trained), "float32")
+        return structs.replace(sample, teacher_logprobs=logprobs)
+
+
+def test_teachers_logprobs_are_in_the_batch_before_it_is_announced(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.make()
+    world = World(run_dir, max_lag=0)
+    world.replay = ReplayBuffer(num_groups=1)
+    world.teacher = _Constant(None, None, 0, world.run_state.progress)  # type: ignore[arg-type]
+    play(world, range(1, 4))
+    for ready in world.announced:
+        assert run_dir.batch(ready.step).read_bytes() == ready.data
+        for sample in Batch.from_bytes(ready.data).samples:
+            assert sample.teacher_logprobs is not None
+            assert sample.teacher_logprobs.numpy().tolist() == [-3.0] * len(sample.trained)

@@ -91,7 +91,8 @@ def find_family(config: RunFile | SftFile) -> Family:
             f"[model] path = {config.model.path!r} has no weights", "add its *.safetensors files"
         )
     teacher = config.algorithm.teacher
-    if teacher and not any(resolve_checkpoint(teacher, True).glob("*.safetensors")):
+    is_loaded = teacher and not config.algorithm.teacher_server
+    if is_loaded and not any(resolve_checkpoint(teacher, True).glob("*.safetensors")):
         raise ConfigError(
             f"[algorithm] teacher = {teacher!r} is no folder with weights",
             "name a checkpoint of the same family, or leave it empty for the starting checkpoint",

@@ -11,15 +11,20 @@ from typing import Any
 
 from sightline.compute.weight_transport import find_transport
 from sightline.config import RunFile
+from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError
-from sightline.families import Family
+from sightline.families import Family, load_family, load_renderer
+from sightline.families.checkpoint_files import resolve_checkpoint
 from sightline.launch.checks.model import draw_probe_image
 from sightline.media import is_address, open_store
 from sightline.media.remote import START_DEADLINE_S
+from sightline.orchestrator.teacher import LEASE as TEACHER_LEASE
+from sightline.render import check_vocabularies
 from sightline.rollout.engines import load_engine
 from sightline.run import RunDir
 from sightline.run.server_changes import REMOVE, list_wanted
 from sightline.transport.http_client import bearer
+from sightline.wire.codec import check_release
 
 HTTP_TIMEOUT_S = 10.0
 IMAGE_TIMEOUT_S = 300.0
@@ -33,6 +38,8 @@ def check_engine(config: RunFile, family: Family, run_dir: RunDir) -> str:
     load_engine(config.inference.engine).check(answering, family)
     check_external_servers(answering, family)
     check_server_files(answering, family, run_dir)
+    if config.algorithm.teacher_server:
+        check_teacher(config, family, load_family(resolve_checkpoint(config.algorithm.teacher)))
     return ", ".join(config.inference.servers) or config.inference.engine
 
 
@@ -48,6 +55,39 @@ def check_external_servers(config: RunFile, family: Family) -> None:
     token, engine = config.inference.read_token(), load_engine(config.inference.engine)
     for address in config.inference.servers:
         engine.check_server(config, family, address, partial(_request_json, address, token=token))
+
+
+def check_teacher(config: RunFile, family: Family, teacher: Family) -> None:
+    """Raise if the teacher's server does not suit the run, or has another vocabulary."""
+    settings, where = config.algorithm, "[algorithm] teacher_server"
+    store = open_store(config.media.root, **config.media.store_options())
+    check_vocabularies(
+        load_renderer(config.model.path, store, family),
+        load_renderer(resolve_checkpoint(settings.teacher), store, teacher),
+        f"[algorithm] teacher = {settings.teacher!r}",
+    )
+    address = settings.teacher_server
+    token = resolve_secret(settings.teacher_token, "[algorithm] teacher_token")
+    health = _request_json(address, "/health", token, where=where)
+    if "fingerprint" not in health:
+        raise ConfigError(
+            f"{where} = {address!r} is not a Sightline server, or requires another token",
+            "start it with `sightline serve`, and set [algorithm] teacher_token",
+        )
+    check_release(str(health.get("release", "")), f"{where} {address}")
+    problem = ""
+    if health.get("fingerprint") != teacher.fingerprint:
+        problem = f"it has fingerprint {health.get('fingerprint')}, not {teacher.fingerprint}"
+    elif health.get("leased_to") not in ("", TEACHER_LEASE):
+        problem = f"it is leased to run {health.get('leased_to')}, which trains its weights"
+    elif family.shows_media and not config.media.root:
+        problem = "it cannot find the run's images without [media] root"
+    if problem:
+        raise ConfigError(
+            f"{where} = {address!r} does not serve this run: {problem}",
+            f"start it with `sightline serve {settings.teacher} --media ROOT`, and set [media] "
+            "root to the same ROOT",
+        )
 
 
 def leave_out_silent_servers(config: RunFile, run_dir: RunDir) -> RunFile:
@@ -114,7 +154,9 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
             store.path(image.digest).unlink(missing_ok=True)
 
 
-def _request_json(address: str, path: str, token: str, body: object = None) -> dict[str, Any]:
+def _request_json(
+    address: str, path: str, token: str, body: object = None, where: str = "[inference] servers"
+) -> dict[str, Any]:
     """Return the JSON object of an answer or error, or an empty object for any other response."""
     data = None if body is None else json.dumps(body).encode()
     headers = bearer(token) | {"content-type": "application/json"}
@@ -126,14 +168,14 @@ def _request_json(address: str, path: str, token: str, body: object = None) -> d
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise ConfigError(
-                f"[inference] servers: {address} requires a{'nother' * bool(token)} token",
+                f"{where}: {address} requires a{'nother' * bool(token)} token",
                 "name where it is in [inference] token: env:NAME or file:PATH",
             ) from error
         with error:
             text = error.read()
     except OSError as error:
         raise ConfigError(
-            f"[inference] servers: {address} does not answer: {error}",
+            f"{where}: {address} does not answer: {error}",
             "start it first, or correct the address",
         ) from error
     try:
