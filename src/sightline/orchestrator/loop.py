@@ -103,6 +103,7 @@ class Orchestrator:
             samples.sort(key=lambda sample: sample.trace_id)
             batch = Batch(step, samples, replayed=list(replayed))
             self.replay.add(batch)
+            self.run_state.progress.mix_groups = dict(self.task_order.mix_groups)
             ready = self.run_state.write_step(
                 batch,
                 collection.traces,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
 import msgspec
@@ -110,18 +110,23 @@ class TaskOrder:
     records: dict[int, TaskRecord]
     get_progress: Callable[[], float]
     mix: Sequence[EnvMixEntry] = ()
+    mix_groups: dict[int, int] = field(default_factory=dict)
+    """Number of groups that each member of the mix has had, in the sequential order."""
 
     def choose(self, group: int) -> int:
         rng = random.Random(derive_seed(self.seed, f"task of g{group}"))
         progress = self.get_progress()
         task = self.function(group, progress, self.records, rng)
         if self.mix and self.function is sequential:
-            # The members of a mix alternate by task.
-            weights = [member.weight_at(progress) for member in self.mix]
-            return task * len(weights) + rng.choices(range(len(weights)), weights)[0]
+            # The members of a mix alternate by task. Each plays its own tasks by number.
+            weights = [entry.weight_at(progress) for entry in self.mix]
+            [member] = rng.choices(range(len(weights)), weights)
+            number = self.mix_groups.get(member, 0)
+            self.mix_groups[member] = number + 1
+            return number * len(weights) + member
         return task
 
-    def add(self, task: int, rewards: Sequence[float]) -> bool:
+    def add(self, task: int, rewards: Sequence[float], has_signal: bool) -> bool:
         """Record a group's rewards. Return whether its task is now set aside.
 
         The sequential order needs no records: it may play any number of tasks.

@@ -312,7 +312,7 @@ def test_two_datasets_make_a_mix(folder: str, tmp_path: Path) -> None:
         {"name": "dataset", "args": {"path": others, "images": [], "eval_fraction": 0}},
     ]
     env = build_environment(EnvConfig.model_validate({"mix": mix}))
-    played = {env.choose_environment(index, "train").name for index in range(20)}
+    played = {env.choose_environment(index, "train")[0].name for index in range(20)}
     assert played == {"red", "dataset"}
 
 

@@ -113,7 +113,7 @@ def test_mixed_demonstrations_offer_their_environments_tools(
     mix = EnvironmentMix([(walk, 1.0), (load_environment("counting:Counting", {}), 1.0)])
     demonstrations = Demonstrations(mix, store, seed=0)
     tools = {
-        mix.choose_environment(i, "sft").name: demonstrations.conversation(i, "train").tools
+        mix.choose_environment(i, "sft")[0].name: demonstrations.conversation(i, "train").tools
         for i in range(16)
     }
     assert walk.tools is not None
