@@ -150,7 +150,9 @@ class Orchestrator:
                 self.check_room()  # a resumed run plays groups again that a full disk broke
             verdict = self.judge.judge(group.traces, step)
             self.observer.on_group(step, verdict)
-            if verdict.fills_place and self.task_order.add(group.task, group.rewards):
+            if verdict.fills_place and self.task_order.add(
+                group.task, group.rewards, verdict.has_signal
+            ):
                 self.observer.on_task_set_aside(step, group)
             collection.add(group, verdict, max_resampled)
             self._check_dropped(step, collection, verdict)

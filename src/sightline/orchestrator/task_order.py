@@ -20,9 +20,8 @@ from sightline.rollout.evaluation import derive_seed
 SETTING = "[orchestrator] task_order"
 NEWEST_WEIGHT = 0.5
 """Weight of the newest group in a task's averages."""
-EQUAL = 1e-9
 SET_ASIDE_AFTER = 3
-"""A task is set aside after this many groups, if none of them had unequal rewards."""
+"""A task is set aside after this many groups, if none of them had a signal."""
 MIN_SPREAD = 0.02
 """Lower bound of a played task's weight, so that solved tasks are played again now and then."""
 
@@ -32,7 +31,7 @@ class TaskRecord(msgspec.Struct, array_like=True):
 
     groups: int = 0
     with_signal: int = 0
-    """Number of groups with unequal rewards."""
+    """Number of groups that trained on more than a KL term."""
     reward: float = 0.0
     """Moving average of the groups' mean rewards: the success rate, if rewards are 0 or 1."""
     spread: float = 0.0
@@ -42,11 +41,11 @@ class TaskRecord(msgspec.Struct, array_like=True):
     def is_set_aside(self) -> bool:
         return self.groups >= SET_ASIDE_AFTER and not self.with_signal
 
-    def add(self, rewards: Sequence[float]) -> None:
+    def add(self, rewards: Sequence[float], has_signal: bool) -> None:
         spread = pstdev(rewards)
         weight = NEWEST_WEIGHT if self.groups else 1.0
         self.groups += 1
-        self.with_signal += spread > EQUAL
+        self.with_signal += has_signal
         self.reward += weight * (fmean(rewards) - self.reward)
         self.spread += weight * (spread - self.spread)
 
@@ -135,5 +134,5 @@ class TaskOrder:
             return False
         record = self.records.setdefault(task, TaskRecord())
         was_set_aside = record.is_set_aside
-        record.add(rewards)
+        record.add(rewards, has_signal)
         return record.is_set_aside and not was_set_aside
