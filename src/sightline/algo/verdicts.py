@@ -57,10 +57,10 @@ class GroupFilter:
         if enough and candidates:
             rewards = get_group_rewards(candidates)
             enters = self.algorithm.has_signal(rewards)
-            # A KL term keeps groups with equal rewards.
-            trains = enters and (
-                not self.algorithm.needs.reference or self.algorithm.rewards_differ(rewards)
-            )
+            needs = self.algorithm.needs
+            # A KL term alone keeps groups with equal rewards.
+            has_only_kl = needs.reference and not (needs.values or needs.teacher_logprobs)
+            trains = enters and (not has_only_kl or self.algorithm.rewards_differ(rewards))
         verdicts = [
             (trace, verdict or (TRAIN if trains else NO_SIGNAL)) for trace, verdict in alone
         ]

@@ -204,7 +204,20 @@ def resolve_paths(file: AnyRun) -> AnyRun:
         if path and not is_hub_id and "://" not in path:
             absolute = str(Path(path).expanduser().absolute())
             file = file.with_values(section, **{name: absolute})
+    if file.env is not None:
+        mix = [e.model_copy(update={"args": _resolve_args(e.args)}) for e in file.env.mix]
+        file = file.with_values("env", args=_resolve_args(file.env.args), mix=tuple(mix))
     return file
+
+
+def _resolve_args(args: dict[str, Any]) -> dict[str, Any]:
+    """Return an environment's arguments, where `path` and `..._path` that exist are absolute."""
+    paths = {
+        name: str(Path(value).expanduser().absolute())
+        for name, value in args.items()
+        if name.endswith("path") and isinstance(value, str) and Path(value).expanduser().exists()
+    }
+    return {**args, **paths}
 
 
 def iter_settings(kind: type[ConfigSection]) -> Iterator[tuple[str, str, Any]]:

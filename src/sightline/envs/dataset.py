@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
@@ -18,11 +22,15 @@ from sightline.envs.rewards.text import find_answer, list_accepted
 from sightline.envs.task_files import TaskFile, TaskRows, check_fractions, open_rows
 from sightline.errors import ConfigError
 from sightline.message import Message, assistant, system, user
+from sightline.regular_file import open_file
 
 IMAGE = "<image>"
 """Placeholder in a prompt for the row's next image."""
 _FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 SPLITS = ("train", "eval", "sft")
+LEFT_OUT = "left out"
+_CODES = (*SPLITS, LEFT_OUT)
+"""Their indices stand for the splits of rows in the cache."""
 _SPLIT_OF = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("eval", "test", "validation", "valid", "val", "dev"), "eval"),
@@ -30,6 +38,9 @@ _SPLIT_OF = {
 }
 """Values of a split column, with the split that each means."""
 HASH_CHARS = 32
+CACHE_DIR = "~/.cache/sightline/splits"
+MIN_CACHED_BYTES = 64_000_000
+"""The size of a dataset's files from which its splits are cached."""
 
 
 @dataclass(eq=False)
@@ -153,9 +164,11 @@ class Dataset(Environment):
 
         def open_file(path: str, part: str, eval_fraction: float) -> TaskFile:
             rows, folder = open_rows(path, part)
-            numbers: dict[str, list[int]] = {"train": [], "eval": [], "sft": []}
-            for number, split in self._split(rows, eval_fraction):
-                numbers[split].append(number)
+            codes = self._find_codes(rows, eval_fraction)
+            numbers: dict[str, list[int]] = {split: [] for split in _CODES}
+            for number, code in enumerate(codes):
+                numbers[_CODES[code]].append(number)
+            self._num_left_out += len(numbers.pop(LEFT_OUT))
             seed = self.seed if self.shuffle else None
             return TaskFile(rows, folder, self.images, numbers, seed)
 
@@ -170,14 +183,32 @@ class Dataset(Environment):
         held_out = open_file(self.eval_path or self.path, self.eval_split, 1.0)
         return {"train": file, "eval": held_out, "sft": file}
 
-    def _split(self, rows: TaskRows, eval_fraction: float) -> Iterator[tuple[int, str]]:
-        """Yield the number and split of each row that is not too long. Raise for an invalid row.
+    def _find_codes(self, rows: TaskRows, eval_fraction: float) -> bytes:
+        """Return the code of each row's split. Those of large files are cached."""
+
+        def compute() -> bytes:
+            return bytes(_CODES.index(split) for split in self._split(rows, eval_fraction))
+
+        stats = [file.stat() for file in rows.files]
+        if sum(stat.st_size for stat in stats) < MIN_CACHED_BYTES:
+            return compute()
+        stamps = [[stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for stat in stats]
+        key = _hash(repr((
+            [file.absolute() for file in rows.files], stamps, self.prompt, self.answer, self.images,
+            self.split_column, self.split_by, eval_fraction, self.sft_fraction, self.max_chars,
+            self.seed,
+        )))  # fmt: skip
+        return _read_or_compute(Path(CACHE_DIR, key), len(rows), compute)
+
+    def _split(self, rows: TaskRows, eval_fraction: float) -> Iterator[str]:
+        """Yield the split of each row, or `LEFT_OUT` if it is too long. Raise for an invalid row.
 
         A hash chooses the split, so that rows with the same images share one.
         """
         needed = [*self._prompt_columns, self.answer, *self.split_by]
         needed += [self.split_column] if self.split_column else []
         is_drawn = eval_fraction + self.sft_fraction > 0 and eval_fraction < 1
+        is_drawn = is_drawn and not self.split_column
         hashed = [*self.split_by] or [*self.images] or self._prompt_columns
         columns = dict.fromkeys([*needed, *(hashed if is_drawn else ())])
         for number, row in enumerate(rows.scan(list(columns))):
@@ -192,14 +223,14 @@ class Dataset(Environment):
                 )
             length = len(self._format(row)) + len(_to_text(row[self.answer]))
             if self.max_chars and length > self.max_chars:
-                self._num_left_out += 1
+                yield LEFT_OUT
             elif self.split_column:
-                yield number, self._read_split(rows, number, str(row[self.split_column]))
+                yield self._read_split(rows, number, str(row[self.split_column]))
             else:
                 cells = json.dumps([_drop_path(row.get(c)) for c in hashed], default=_hash)
                 drawn = int(_hash(f"{self.seed}:{cells}"), 16) / 16**HASH_CHARS
                 is_sft = drawn < eval_fraction + self.sft_fraction
-                yield number, "eval" if drawn < eval_fraction else "sft" if is_sft else "train"
+                yield "eval" if drawn < eval_fraction else "sft" if is_sft else "train"
 
     def _read_split(self, rows: TaskRows, number: int, value: str) -> str:
         if value.lower() not in _SPLIT_OF:
@@ -208,6 +239,28 @@ class Dataset(Environment):
                 f"use one of {', '.join(_SPLIT_OF)}",
             )
         return _SPLIT_OF[value.lower()]
+
+
+def _read_or_compute(path: Path, size: int, compute: Callable[[], bytes]) -> bytes:
+    """Return the `size` bytes of a cache file. Of several processes, one computes and writes them.
+
+    The others wait for the lock of the file, which the kernel releases if that process ends.
+    """
+    try:
+        path = path.expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open_file(path, "a+b")
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except (OSError, RuntimeError):  # there is no home, or it is read-only
+        return compute()
+    with file:
+        file.seek(0)
+        if len(data := file.read()) != size:
+            data = compute()
+            with contextlib.suppress(OSError):  # the disk is full
+                file.truncate(0)
+                os.write(file.fileno(), data)
+    return data
 
 
 def _to_text(cell: Any) -> str:

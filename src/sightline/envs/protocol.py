@@ -162,9 +162,12 @@ class Environment:
         """Return a line about a task for `sightline try`, such as its source and correct answer."""
         return ""
 
-    def choose_environment(self, index: int, split: str) -> Environment:
-        """Return the environment of this task. A mix chooses one of its members."""
-        return self
+    def choose_environment(self, index: int, split: str) -> tuple[Environment, int]:
+        """Return the environment of this task, and the task's index in it.
+
+        A mix chooses one of its members.
+        """
+        return self, index
 
     @property
     def has_demonstrations(self) -> bool:
@@ -235,8 +238,9 @@ def import_extra(module: str, extra: str) -> Any:
 class EnvironmentMix(Environment):
     """Mix of environments. A task's index and split determine its environment.
 
-    In training, the members alternate by index, and the run's task order chooses indices by weight.
-    In other splits, a hash of the index draws a member by weight.
+    In training, the members alternate by index, and each counts its own tasks: with n members, task
+    i is task `i // n` of member `i % n`. The run's task order chooses indices by weight. In other
+    splits, a hash of the index draws a member by weight.
     """
 
     name = "mix"
@@ -253,12 +257,13 @@ class EnvironmentMix(Environment):
         self.shows_media = any(env.shows_media for env in self.members)
         self._stops = list(itertools.accumulate(weight for _, weight in members))
 
-    def choose_environment(self, index: int, split: str) -> Environment:
+    def choose_environment(self, index: int, split: str) -> tuple[Environment, int]:
         if split == "train":
-            return self.members[index % len(self.members)]
+            number, member = divmod(index, len(self.members))
+            return self.members[member], number
         drawn = hashlib.blake2b(f"{split}:{index}".encode(), digest_size=8).digest()
         at = int.from_bytes(drawn, "big") / 2**64 * self._stops[-1]
-        return self.members[min(bisect.bisect_right(self._stops, at), len(self.members) - 1)]
+        return self.members[min(bisect.bisect_right(self._stops, at), len(self.members) - 1)], index
 
 
 def build_environment(env: EnvConfig) -> Environment:

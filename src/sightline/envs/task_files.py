@@ -209,7 +209,8 @@ def _load_with_datasets(name: str, dataset_split: str) -> ArrowRows:
     table = loaded.data.table
     with _name_damage(Path(name)):
         _check_num_rows(table.num_rows, table.nbytes)
-    return ArrowRows(name, table, loaded.features.arrow_schema)
+    files = [Path(file["filename"]) for file in loaded.cache_files]
+    return ArrowRows(name, table, loaded.features.arrow_schema, files)
 
 
 class JsonlRows:
@@ -218,7 +219,7 @@ class JsonlRows:
     image_columns: frozenset[str] = frozenset()
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self.files = path, [path]
         self._starts: list[int] = []
         at = 0
         with open_file(path) as file:
@@ -267,7 +268,7 @@ class ParquetRows:
     """Rows of a parquet file, read by row group. The last group is cached."""
 
     def __init__(self, path: Path, max_group_bytes: int = MAX_GROUP_BYTES) -> None:
-        self._path = path
+        self._path, self.files = path, [path]
         self._max_group_bytes = max_group_bytes + 16 * path.stat().st_size
         self._file, sizes = open_parquet(path, max_group_bytes, memory_map=True)
         self._stops = list(itertools.accumulate(sizes))
@@ -351,8 +352,8 @@ def _name_damage(path: Path) -> Iterator[None]:
 class ArrowRows:
     """Rows of an Arrow table. `schema` declares the image columns."""
 
-    def __init__(self, name: str, table: Any, schema: Any) -> None:
-        self._name, self._table = name, table
+    def __init__(self, name: str, table: Any, schema: Any, files: Sequence[Path] = ()) -> None:
+        self._name, self._table, self.files = name, table, files
         self.image_columns = image_columns(schema)
 
     def __len__(self) -> int:
@@ -377,7 +378,7 @@ def _read_row(table: Any, at: int) -> dict[str, Any]:
 
 
 TaskRows = JsonlRows | ParquetRows | ArrowRows
-"""Rows by number, with the names of the image columns."""
+"""Rows by number, with the names of the image columns, and the files that contain the rows."""
 
 
 def image_columns(schema: Any) -> frozenset[str]:

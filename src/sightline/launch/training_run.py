@@ -155,8 +155,8 @@ def resume_run(
         raise ResumeRefused(
             f"{path} is a run of `sightline {status.command}`", f"use `{status.resume_command}`"
         )
-    old = load_config(job.file_kind, run_dir.config)
-    new = load_config(job.file_kind, run_dir.config, overrides)
+    old = resolve_paths(load_config(job.file_kind, run_dir.config))
+    new = resolve_paths(load_config(job.file_kind, run_dir.config, overrides))
     if file is not None:
         new = keep_planned(old, resolve_paths(resolve_model(file)))
     check_resume(old, new)

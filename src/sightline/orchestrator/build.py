@@ -119,6 +119,7 @@ def build(
         progress.tasks,
         lambda: progress.step / config.run.steps,
         config.env.mix,
+        dict(progress.mix_groups),
     )
     rollouts = RolloutScheduler(
         RolloutDispatcher(send, workers, config.rollout.max_in_flight),

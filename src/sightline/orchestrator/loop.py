@@ -106,6 +106,7 @@ class Orchestrator:
             samples.sort(key=lambda sample: sample.trace_id)
             batch = Batch(step, samples, replayed=list(replayed))
             self.replay.add(batch)
+            self.run_state.progress.mix_groups = dict(self.task_order.mix_groups)
             ready = self.run_state.write_step(
                 batch,
                 collection.traces,
@@ -152,7 +153,9 @@ class Orchestrator:
                 self.check_room()  # a resumed run plays groups again that a full disk broke
             verdict = self.group_filter.decide(group.traces, step)
             self.observer.on_group(step, verdict)
-            if verdict.fills_place and self.task_order.add(group.task, group.rewards):
+            if verdict.fills_place and self.task_order.add(
+                group.task, group.rewards, verdict.has_signal
+            ):
                 self.observer.on_task_set_aside(step, group)
             self.teacher.start(verdict.samples)
             collection.add(group, verdict, max_resampled)

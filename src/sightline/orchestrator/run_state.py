@@ -41,6 +41,8 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     """The tasks of open groups, unless a group's task is its number."""
     tasks: dict[int, TaskRecord] = {}
     """The rewards of each task, if `[orchestrator] task_order` depends on them."""
+    mix_groups: dict[int, int] = {}
+    """Number of groups below `next_group` that each member of a mix has had."""
     verdicts: dict[str, int] = {}
     images_shown: int = 0
     tokens_sampled: int = 0

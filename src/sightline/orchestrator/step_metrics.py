@@ -116,8 +116,9 @@ class StepMetrics:
         self.events.write(
             "process",
             step,
-            words=f"task {group.task} is set aside: all rollouts of its groups had the reward "
-            f"{progress.tasks[group.task].reward:.3g}",
+            task_set_aside=group.task,
+            words=f"task {group.task} is set aside: none of its groups had a signal. Its mean "
+            f"reward is {progress.tasks[group.task].reward:.3g}",
         )
 
     def on_step(self, step: int, collection: StepCollection) -> None:

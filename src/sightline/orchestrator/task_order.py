@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
 import msgspec
@@ -20,9 +20,8 @@ from sightline.rollout.evaluation import derive_seed
 SETTING = "[orchestrator] task_order"
 NEWEST_WEIGHT = 0.5
 """Weight of the newest group in a task's averages."""
-EQUAL = 1e-9
 SET_ASIDE_AFTER = 3
-"""A task is set aside after this many groups, if none of them had unequal rewards."""
+"""A task is set aside after this many groups, if none of them had a signal."""
 MIN_SPREAD = 0.02
 """Lower bound of a played task's weight, so that solved tasks are played again now and then."""
 
@@ -32,7 +31,7 @@ class TaskRecord(msgspec.Struct, array_like=True):
 
     groups: int = 0
     with_signal: int = 0
-    """Number of groups with unequal rewards."""
+    """Number of groups that trained on more than a KL term."""
     reward: float = 0.0
     """Moving average of the groups' mean rewards: the success rate, if rewards are 0 or 1."""
     spread: float = 0.0
@@ -42,11 +41,11 @@ class TaskRecord(msgspec.Struct, array_like=True):
     def is_set_aside(self) -> bool:
         return self.groups >= SET_ASIDE_AFTER and not self.with_signal
 
-    def add(self, rewards: Sequence[float]) -> None:
+    def add(self, rewards: Sequence[float], has_signal: bool) -> None:
         spread = pstdev(rewards)
         weight = NEWEST_WEIGHT if self.groups else 1.0
         self.groups += 1
-        self.with_signal += spread > EQUAL
+        self.with_signal += has_signal
         self.reward += weight * (fmean(rewards) - self.reward)
         self.spread += weight * (spread - self.spread)
 
@@ -110,18 +109,23 @@ class TaskOrder:
     records: dict[int, TaskRecord]
     get_progress: Callable[[], float]
     mix: Sequence[EnvMixEntry] = ()
+    mix_groups: dict[int, int] = field(default_factory=dict)
+    """Number of groups that each member of the mix has had, in the sequential order."""
 
     def choose(self, group: int) -> int:
         rng = random.Random(derive_seed(self.seed, f"task of g{group}"))
         progress = self.get_progress()
         task = self.function(group, progress, self.records, rng)
         if self.mix and self.function is sequential:
-            # The members of a mix alternate by task.
-            weights = [member.weight_at(progress) for member in self.mix]
-            return task * len(weights) + rng.choices(range(len(weights)), weights)[0]
+            # The members of a mix alternate by task. Each plays its own tasks by number.
+            weights = [entry.weight_at(progress) for entry in self.mix]
+            [member] = rng.choices(range(len(weights)), weights)
+            number = self.mix_groups.get(member, 0)
+            self.mix_groups[member] = number + 1
+            return number * len(weights) + member
         return task
 
-    def add(self, task: int, rewards: Sequence[float]) -> bool:
+    def add(self, task: int, rewards: Sequence[float], has_signal: bool) -> bool:
         """Record a group's rewards. Return whether its task is now set aside.
 
         The sequential order needs no records: it may play any number of tasks.
@@ -130,5 +134,5 @@ class TaskOrder:
             return False
         record = self.records.setdefault(task, TaskRecord())
         was_set_aside = record.is_set_aside
-        record.add(rewards)
+        record.add(rewards, has_signal)
         return record.is_set_aside and not was_set_aside

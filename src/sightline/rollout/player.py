@@ -188,9 +188,9 @@ class RolloutPlayer:
         trace.ended = time.time()
 
     async def _run_user_code(self, request: RolloutRequest, chat: ModelChat) -> Any:
-        env = self.env.choose_environment(request.task, request.split)
+        env, index = self.env.choose_environment(request.task, request.split)
         chat.trace.env = env.name
-        task = env.task(request.task, request.split)
+        task = env.task(index, request.split)
         try:
             result = await self._play(env, task, chat, request.rollout_id)
         except Exception as error:  # report the root cause instead of an error that it led to

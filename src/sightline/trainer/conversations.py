@@ -68,8 +68,8 @@ class Demonstrations:
     def conversation(self, index: int, split: str) -> TrainingConversation:
         # Not the seed that an environment uses for a task: the same draws would leak the task.
         rng = random.Random(f"{self._seed}:demonstration:{index}")
-        env = self._env.choose_environment(index, "sft")
-        demonstration = env.demonstration(env.task(index, "sft"), self._store.put, rng)
+        env, number = self._env.choose_environment(index, "sft")
+        demonstration = env.demonstration(env.task(number, "sft"), self._store.put, rng)
         messages = put_images(demonstration, self._store.put)
         return TrainingConversation(self.name(index, split), messages, env.tools)
 

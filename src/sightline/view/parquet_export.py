@@ -4,15 +4,16 @@
     media/        --each image once---------'
 
 Memory use is limited to one row group. pandas, DuckDB and the `datasets` library can open the file.
-`datasets` shows the `images` column as images.
+`datasets` shows the `images` column as images. Pairs have one row per group, for DPO.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +57,33 @@ FIELDS = {
     "image_digests": pyarrow.list_(pyarrow.string()),
     "images": pyarrow.list_(_IMAGE),
 }
+PAIR_FIELDS = {
+    **{name: FIELDS[name] for name in ("step", "group_id", "env", "task")},
+    "chosen_reward": pyarrow.float64(),
+    "rejected_reward": pyarrow.float64(),
+    "prompt": pyarrow.string(),
+    "chosen": pyarrow.string(),
+    "rejected": pyarrow.string(),
+    **{name: FIELDS[name] for name in ("image_digests", "images")},
+}
 _COPIED = ("group_id", "env", "task", "split", "reward", "error", "num_tokens", "num_sampled")
 """Columns that are a trace's attributes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which rollouts are written. The default is all of them."""
+    """Which rollouts are written, or which pairs. The default is all rollouts."""
 
     best: int | None = None
     """Number of rollouts per group, those with the highest rewards."""
     min_reward: float | None = None
     """Least reward of a rollout."""
+    min_gap: float | None = None
+    """Write pairs: the best and the worst rollout of each group whose rewards differ by this."""
 
     def find_ids(self, traces: Path) -> set[str] | None:
         """Return the ids of the selected rollouts, without failed ones, or None for all."""
-        if self.best is None and self.min_reward is None:
+        if self == ALL:
             return None
         groups: dict[str, list[tuple[float, str]]] = {}
         for record in read_records(traces):
@@ -80,6 +92,10 @@ class Selection:
             trace = record.trace
             if trace.reward is not None and not trace.error:
                 groups.setdefault(trace.group_id, []).append((trace.reward, trace.id))
+        if self.min_gap is not None:
+            ends = [(max(rollouts), min(rollouts)) for rollouts in groups.values()]
+            gaps = [(best[0] - worst[0], best[1], worst[1]) for best, worst in ends]
+            return {name for gap, *ids in gaps if gap >= self.min_gap and gap > 0 for name in ids}
         return {
             trace_id
             for rollouts in groups.values()
@@ -94,6 +110,7 @@ ALL = Selection()
 @dataclass(slots=True)
 class ExportCounts:
     rollouts: int = 0
+    """Number of rows: rollouts or pairs."""
     images: int = 0
     """Number of images in the file."""
     left_out: int = 0
@@ -103,11 +120,11 @@ class ExportCounts:
     nbytes: int = 0
 
 
-def build_schema() -> pyarrow.Schema:
+def build_schema(fields: dict[str, pyarrow.DataType]) -> pyarrow.Schema:
     """Return the schema, with metadata that declares the image column to `datasets`."""
-    features = {name: _describe_feature(kind) for name, kind in FIELDS.items()}
+    features = {name: _describe_feature(kind) for name, kind in fields.items()}
     note = json.dumps({"info": {"features": features}}).encode()
-    return pyarrow.schema(list(FIELDS.items()), metadata={b"huggingface": note})
+    return pyarrow.schema(list(fields.items()), metadata={b"huggingface": note})
 
 
 def _describe_feature(kind: pyarrow.DataType) -> dict[str, Any]:
@@ -150,24 +167,28 @@ def export_step(
     max_rollout_bytes: int = MAX_ROLLOUT_BYTES,
     selection: Selection = ALL,
 ) -> ExportCounts:
-    """Write a trace file's rollouts to `target` atomically."""
+    """Write a trace file's rollouts, or pairs of them, to `target` atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     counts = ExportCounts()
     try:
-        with pyarrow.parquet.ParquetWriter(part, build_schema(), compression="zstd") as writer:
-            selected = selection.find_ids(traces)
-            rows = _iterate_rows(traces, selected, store, verdicts, max_rollout_bytes, counts)
+        is_pairs = selection.min_gap is not None
+        schema = build_schema(PAIR_FIELDS if is_pairs else FIELDS)
+        with pyarrow.parquet.ParquetWriter(part, schema, compression="zstd") as writer:
+            selected = _iterate_selected(traces, selection.find_ids(traces), counts)
+            step = trace_files.find_step(traces.name)
+            build = _iterate_pairs if is_pairs else _iterate_rows
+            rows = build(selected, step, store, verdicts, max_rollout_bytes, counts)
             group: list[dict[str, Any]] = []
             num_bytes = 0
             for row in rows:
                 group.append(row)
                 num_bytes += _estimate_bytes(row)
                 if num_bytes >= GROUP_BYTES or len(group) >= GROUP_ROWS:
-                    writer.write_batch(pyarrow.RecordBatch.from_pylist(group, build_schema()))
+                    writer.write_batch(pyarrow.RecordBatch.from_pylist(group, schema))
                     group, num_bytes = [], 0
             if group:
-                writer.write_batch(pyarrow.RecordBatch.from_pylist(group, build_schema()))
+                writer.write_batch(pyarrow.RecordBatch.from_pylist(group, schema))
         with open_file(part) as file:
             os.fsync(file.fileno())
         os.replace(part, target)
@@ -178,31 +199,73 @@ def export_step(
 
 
 def _estimate_bytes(row: dict[str, Any]) -> int:
-    return (
-        sum(len(image["bytes"]) for image in row["images"])
-        + 9 * len(row["token_ids"]) + len(row["messages"]) + 500
-    )  # fmt: skip
+    texts = sum(len(value) for value in row.values() if isinstance(value, str))
+    images = sum(len(image["bytes"]) for image in row["images"])
+    return images + texts + 9 * len(row.get("token_ids", ())) + 500
 
 
-def _iterate_rows(
-    traces: Path,
-    selected: set[str] | None,
-    store: MediaStore,
-    verdicts: trace_files.Verdicts,
-    max_rollout_bytes: int,
-    counts: ExportCounts,
-) -> Iterator[dict[str, Any]]:
-    step = trace_files.find_step(traces.name)
+def _iterate_selected(traces: Path, ids: set[str] | None, counts: ExportCounts) -> Iterator[Trace]:
     for record in read_records(traces):
         if isinstance(record, SightlineError):
             counts.unreadable += 1
+        elif ids is None or record.trace.id in ids:
+            yield record.trace
+
+
+def _get_last_path(trace: Trace) -> list[int]:
+    leaf = trace.turns[-1].id if trace.turns else len(trace.nodes) - 1
+    return trace.path(leaf) if trace.nodes else []
+
+
+def _iterate_pairs(
+    traces: Iterator[Trace],
+    step: int | None,
+    store: MediaStore,
+    verdicts: trace_files.Verdicts,
+    max_bytes: int,
+    counts: ExportCounts,
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each group, whose best and worst rollouts are selected."""
+    first_of: dict[str, Trace] = {}
+    for trace in traces:
+        if (other := first_of.pop(trace.group_id, None)) is None:
+            first_of[trace.group_id] = trace
             continue
-        trace = record.trace
-        if selected is not None and trace.id not in selected:
+        pair = sorted((trace, other), key=lambda trace: trace.reward or 0.0, reverse=True)
+        chosen, rejected = (
+            [openai_message(trace.nodes[n].message) for n in _get_last_path(trace)]
+            for trace in pair
+        )
+        if not chosen or not rejected or chosen == rejected:
             continue
         counts.rollouts += 1
-        leaf = trace.turns[-1].id if trace.turns else len(trace.nodes) - 1
-        path = trace.path(leaf) if trace.nodes else []
+        equal = takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
+        num_shared = min(len(list(equal)), len(chosen) - 1, len(rejected) - 1)
+        parts = (chosen[:num_shared], chosen[num_shared:], rejected[num_shared:])
+        yield {
+            **{name: getattr(trace, name) for name in ("group_id", "env", "task")},
+            "step": step,
+            "chosen_reward": pair[0].reward,
+            "rejected_reward": pair[1].reward,
+            **{
+                name: json.dumps(messages, ensure_ascii=False)
+                for name, messages in zip(("prompt", "chosen", "rejected"), parts, strict=True)
+            },
+            **_read_images(pair, store, max_bytes, counts),
+        }
+
+
+def _iterate_rows(
+    traces: Iterator[Trace],
+    step: int | None,
+    store: MediaStore,
+    verdicts: trace_files.Verdicts,
+    max_bytes: int,
+    counts: ExportCounts,
+) -> Iterator[dict[str, Any]]:
+    for trace in traces:
+        counts.rollouts += 1
+        path = _get_last_path(trace)
         nodes = [trace.nodes[n] for n in path]
         messages = [openai_message(node.message) for node in nodes]
         yield {
@@ -215,15 +278,15 @@ def _iterate_rows(
             "token_ids": trace.tokens(path),
             "sampled": [i >= n.sampled_start for n in nodes for i in range(len(n.token_ids))],
             "logprobs": [value for node in nodes for value in node.logprobs.numpy().tolist()],
-            **_read_images(trace, store, max_rollout_bytes, counts),
+            **_read_images([trace], store, max_bytes, counts),
         }
 
 
 def _read_images(
-    trace: Trace, store: MediaStore, max_bytes: int, counts: ExportCounts
+    traces: Sequence[Trace], store: MediaStore, max_bytes: int, counts: ExportCounts
 ) -> dict[str, Any]:
-    """Return each image once, even if the rollout contains it several times."""
-    slots = (slot for node in trace.nodes for slot in node.slots)
+    """Return each image once, even if the rollouts contain it several times."""
+    slots = (slot for trace in traces for node in trace.nodes for slot in node.slots)
     refs = {ref.digest: ref for slot in slots for ref in slot.item.refs}
     images, num_bytes = [], 0
     for digest, ref in refs.items():

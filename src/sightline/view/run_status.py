@@ -40,6 +40,7 @@ _KILLED = "the run ended without an `end` event: the launcher was killed, or the
 _SILENT_AFTER_S = 120.0
 """A run without a lock file, such as a copy, counts as running for this long after an event."""
 _NUM_EVENTS = 6
+_NUM_TASKS = 20
 _MAX_ID_CHARS = 100
 _WIDTH_OF_A_FILE = 10_000
 """Width for output that is not a terminal, so that no line is wrapped."""
@@ -346,6 +347,11 @@ def print_status(status: RunStatus, console: Console) -> None:
     if steps := by_step(events, "step") or by_step(events, "sft"):
         newest = list(steps.values())[-1]
         rows.append(("newest", step_line(newest.step, newest.values)))
+    tasks = (find_number(event.values, "task_set_aside") for event in events)
+    if aside := list(dict.fromkeys(f"{task:.0f}" for task in tasks if task is not None)):
+        more = f" and {len(aside) - _NUM_TASKS} more" * (len(aside) > _NUM_TASKS)
+        names = ", ".join(aside[:_NUM_TASKS])
+        rows.append(("set aside", f"{len(aside)} tasks without signal: {names}{more}"))
     if status.started is not None:
         took = f"{_format_time(status.started)}, took {formatting.duration(status.seconds)}"
         rows.append(("started", took))

@@ -76,9 +76,9 @@ def print_trial(
 
 def describe_task(env: Environment, trace: Trace) -> str:
     """Return what the environment says about a trace's task; nothing if it raises."""
-    played = env.choose_environment(trace.task, trace.split)
+    played, index = env.choose_environment(trace.task, trace.split)
     try:
-        return clean(played.describe_task(played.task(trace.task, trace.split)))
+        return clean(played.describe_task(played.task(index, trace.split)))
     except Exception:  # already reported as the rollout's error
         return ""
 
@@ -113,7 +113,7 @@ def find_problems(
     env: Environment, trace: Trace, raised: Mapping[str, BaseException]
 ) -> Iterator[str]:
     """Yield the problems of a rollout and its task. `raised` maps trace ids to exceptions."""
-    played = env.choose_environment(trace.task, trace.split)
+    played, index = env.choose_environment(trace.task, trace.split)
     if trace.error:
         cause = raised.get(trace.id)
         yield describe_exception(cause) if cause else trace.error
@@ -130,7 +130,7 @@ def find_problems(
             "  fix: pass images to user(...), or set shows_media = False"
         )
     try:
-        first, second = (played.task(trace.task, trace.split) for _ in range(2))
+        first, second = (played.task(index, trace.split) for _ in range(2))
     except Exception:  # already reported as the rollout's error
         return
     if _differ(first, second):
@@ -158,7 +158,7 @@ def find_demonstration_problems(
     env: Environment, index: int, store: MediaStore, renderer: Renderer, max_model_len: int
 ) -> Iterator[str]:
     """Yield the problems of a demonstration, if the environment has demonstrations."""
-    env = env.choose_environment(index, "sft")
+    env, index = env.choose_environment(index, "sft")
     if not env.has_demonstrations:
         return
     try:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sightline.algo.algorithm import get_group_rewards
-from sightline.algo.algorithms import GRPO
+from sightline.algo.algorithms import GRPO, PPO
 from sightline.algo.credit import grpo, no_std
 from sightline.algo.registry import load_filters
 from sightline.algo.verdicts import GroupFilter
@@ -76,6 +76,13 @@ def test_kl_term_keeps_groups_with_equal_rewards() -> None:
     decided = build_filter(kl_coef=0.1).decide([trace(0.3), trace(0.3)], step=1)
     assert verdicts(decided) == ["no_signal"] * 2 and not decided.has_signal
     assert len(decided.samples) == 2
+
+
+def test_critic_trains_on_equal_rewards_even_with_a_kl_term() -> None:
+    judged = GroupJudge(1, PPO(AlgorithmConfig(name="ppo", kl_coef=0.1))).judge(
+        [trace(0.3), trace(0.3)], step=1
+    )
+    assert verdicts(judged) == ["train"] * 2 and judged.has_signal
 
 
 def test_sample_older_than_the_lag_is_stale_and_replaced() -> None:

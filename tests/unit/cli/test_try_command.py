@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from sightline import open_run
 from sightline.cli.main import main
 from sightline.config import RunFile, SftFile, load_config
 from sightline.launch import evaluate
+from sightline.run import RunDir
+from sightline.trace import read_traces
 
 BAD = """
 import random
@@ -86,6 +90,32 @@ def test_try_reports_environment_errors(
     assert "finished" in repr(run), "as the dashboard's overview has it"
     assert main(["ls", "runs"]) == 0
     assert re.search(r"^try-bad-001 +finished +try, 8 tasks ", capsys.readouterr().out, re.M)
+
+
+def test_try_shows_the_first_rows_of_a_dataset_with_their_images(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(evaluate, "temporary_server", serve_here)
+    monkeypatch.chdir(tmp_path)
+    rows, digests = [], []
+    for n in range(5):
+        Image.new("RGB", (64, 32 * (n + 1)), (50 * n, 0, 0)).save(f"{n}.png")
+        digests.append(hashlib.sha256(Path(f"{n}.png").read_bytes()).hexdigest())
+        rows.append({"image": f"{n}.png", "question": f"Row {n}?", "answer": f"red {n}"})
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    args = json.dumps({"path": "rows.jsonl", "shuffle": False, "eval_fraction": 0})
+    words = ["try", "dataset", "--env-args", args, "--model", str(tiny_model), "--tasks", "3"]
+    assert main(words) == 0
+    output = capsys.readouterr().out
+    assert "tasks: 3, problems: 0" in output
+    traces = list(read_traces(RunDir(Path("runs/try-dataset-001")).eval_traces("try")))
+    assert [trace.task for trace in traces] == [0, 1, 2]
+    shown = output.split("(rows: ")
+    for n, (trace, text) in enumerate(zip(traces, shown, strict=False)):
+        refs = [slot.item.ref for node in trace.nodes for slot in node.slots]
+        assert [ref.digest for ref in refs] == [digests[n]]
+        assert f"Row {n}?" in text and f"64x{32 * (n + 1)}" in text
+        assert f"rows.jsonl, line {n + 1}: answer = 'red {n}'" in text
 
 
 def test_new_project_passes_its_test_and_overwrites_no_folder(tmp_path: Path, capsys: Any) -> None:

@@ -9,13 +9,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from answering import ScriptedChat
 from PIL import Image
 
 from sightline.config import EnvConfig
 from sightline.envs import Outcome
-from sightline.envs.dataset import Dataset
+from sightline.envs.dataset import MIN_CACHED_BYTES, Dataset
 from sightline.envs.protocol import build_environment, load_environment
 from sightline.errors import ConfigError, MediaError
 from sightline.media import MediaStore
@@ -235,6 +237,57 @@ def test_copies_of_an_image_share_a_split(tmp_path: Path) -> None:
     rows = [{**ROW, "image": {"bytes": "same", "path": f"{n}.png"}} for n in range(99)]
     with pytest.raises(ConfigError, match="none of the 99 rows is in the split"):
         Dataset(write_rows(tmp_path, rows), eval_fraction=0.5)
+    # A file without bytes names its images, and the name counts.
+    rows = [{**ROW, "image": f"{n}.png"} for n in range(99)]
+    assert rows_of(Dataset(write_rows(tmp_path, rows), eval_fraction=0.5), "eval")
+
+
+def test_splits_of_a_large_file_are_cached_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    rows = [{"question": f"q{n}", "answer": "x" * (n % 2)} for n in range(40)]
+    rows[0]["note"] = "x" * MIN_CACHED_BYTES
+    path = write_rows(tmp_path / "rows", rows)
+    args: dict[str, Any] = {"images": [], "eval_fraction": 0.3, "max_chars": 3}
+
+    def read(**changes: Any) -> tuple[dict[str, list[int]], str]:
+        env = Dataset(path, **args | changes)
+        numbers = {split: sorted(set(rows_of(env, split))) for split in ("train", "eval")}
+        return numbers, env.describe_task(env.task(0, "train")).partition("(")[2]
+
+    first = read()
+    assert first[1].endswith(" 15 left out)") and read() == first
+    [cached] = (tmp_path / "home" / ".cache" / "sightline" / "splits").iterdir()
+    codes = cached.read_bytes()
+    assert sorted(codes) == sorted(
+        [0] * len(first[0]["train"]) + [1] * len(first[0]["eval"]) + [3] * 15
+    )
+    cached.write_bytes(codes.replace(b"\3", b"\0"))  # as if a process had written this
+    assert read()[1].endswith(" 0 left out)")
+    assert read(seed=1)[0] != first[0]
+    cached.write_bytes(codes[:-1])  # a full disk
+    assert read() == first and cached.read_bytes() == codes
+    cached.write_bytes(codes.replace(b"\3", b"\0"))
+    (Path(path) / "rows.jsonl").touch()
+    assert read() == first
+    (tmp_path / "home").rename(tmp_path / "moved")
+    (tmp_path / "home").touch()  # a home that is no folder
+    assert read() == first
+
+
+def test_split_column_reads_no_image_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    rows = [{**ROW, "image": {"bytes": b"%d" % n, "path": None}, "part": "eval"} for n in range(9)]
+    table = pyarrow.Table.from_pylist([{**row, "part": "train"} for row in rows] + rows)
+    pyarrow.parquet.write_table(table, file, row_group_size=9)
+    column = pyarrow.parquet.ParquetFile(file).metadata.row_group(1).column(0)
+    with file.open("r+b") as written:  # damages the images after the first ones
+        written.seek(column.dictionary_page_offset or column.data_page_offset)
+        written.write(bytes(column.total_compressed_size))
+    assert set(rows_of(Dataset(str(file), split_column="part"), "eval")) == set(range(9, 18))
+    with pytest.raises(ConfigError, match="rows.parquet cannot be read"):
+        Dataset(str(file))
 
 
 ROW = {"image": "a.png", "question": "?", "answer": "x"}
@@ -312,7 +365,7 @@ def test_two_datasets_make_a_mix(folder: str, tmp_path: Path) -> None:
         {"name": "dataset", "args": {"path": others, "images": [], "eval_fraction": 0}},
     ]
     env = build_environment(EnvConfig.model_validate({"mix": mix}))
-    played = {env.choose_environment(index, "train").name for index in range(20)}
+    played = {env.choose_environment(index, "train")[0].name for index in range(20)}
     assert played == {"red", "dataset"}
 
 

@@ -273,6 +273,21 @@ def test_unreachable_store_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "media").exists()
 
 
+def test_paths_of_environments_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").touch()
+    args = {"path": "rows.jsonl", "eval_path": "owner/name", "prompt": "rows.jsonl"}
+    absolute = args | {"path": str(tmp_path / "rows.jsonl")}
+    values = {"model": {"path": "m"}, "env": {"name": "dataset", "args": args}}
+    resolved = resolve_paths(RunFile.model_validate(values)).env
+    assert resolved.args == absolute
+    mix = {"mix": [{"name": "dataset", "args": args}, {"name": "color_codeword"}]}
+    resolved = resolve_paths(RunFile.model_validate(values | {"env": mix})).env
+    assert [entry.args for entry in resolved.mix] == [absolute, {}]
+
+
 def test_store_address_is_kept_verbatim_without_a_password(refuse) -> None:
     for root in ("s3://bucket/images", "https://host:8100"):
         values = {"model": {"path": "m"}, "env": {"name": "e"}, "media": {"root": root}}

@@ -49,7 +49,7 @@ class Run:
         self.run_state = RunState.open(run_dir)
         progress = self.run_state.progress
         progress.step, progress.next_group, progress.open_groups = 2, NEXT_GROUP, OPEN_GROUPS
-        progress.open_tasks = {5: 77}
+        progress.open_tasks, progress.mix_groups = {5: 77}, {0: 4, 1: 3}
         config = RunFile.model_validate(values | sections)
         self.store = MediaStore(run_dir.media)
         events = EventLog(run_dir.metrics, "orchestrator")
@@ -109,6 +109,15 @@ def test_tasks_are_chosen_as_the_run_file_and_its_progress_say(tmp_path: Path) -
     run.run_state.progress.tasks[400] = TaskRecord(4, 4, 0.5, 0.5)
     assert [run.orchestrator.rollouts.choose_task(group) for group in range(3)] == [400] * 3
     assert run.orchestrator.task_order.records is run.run_state.progress.tasks
+
+
+def test_members_of_a_mix_continue_where_the_progress_ends(tmp_path: Path) -> None:
+    mix = [{"name": "color_codeword"}, {"name": "color_codeword", "label": "b"}]
+    order = Run(tmp_path / "run", env={"mix": mix}).orchestrator.task_order
+    assert {order.choose(group) for group in range(7, 27)} == {
+        *range(8, 8 + 2 * (order.mix_groups[0] - 4), 2),
+        *range(7, 7 + 2 * (order.mix_groups[1] - 3), 2),
+    }
 
 
 def test_held_out_tasks_are_played_at_their_own_temperature(run: Run) -> None:

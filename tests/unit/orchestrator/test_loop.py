@@ -12,7 +12,7 @@ from msgspec import structs
 from sightline.algo.algorithms import GRPO
 from sightline.algo.verdicts import GroupFilter, GroupVerdict
 from sightline.config import AlgorithmConfig
-from sightline.config.sections import OrchestratorConfig
+from sightline.config.sections import EnvMixEntry, OrchestratorConfig
 from sightline.errors import DiskFull, MediaError, NoTrainableSamples
 from sightline.media.stored_file import open_blobs
 from sightline.message import assistant, user
@@ -47,7 +47,7 @@ class World:
     def __init__(self, run_dir: RunDir, max_lag: int, train_after: int = 0) -> None:
         self.run_dir, self.max_lag, self.train_after = run_dir, max_lag, train_after
         self.announced: list[BatchReady] = []
-        self.keeps_all = False
+        self.algorithm = GRPO(AlgorithmConfig())
         self.played: list[RolloutRequest] = []
         self.in_flight = 0
         self.reward_of = lambda play: float(int(play.rollout_id.split(".")[1]) % 2)
@@ -77,9 +77,7 @@ class World:
             rollouts=self.rollouts,
             policy=self.policy,
             policies=PublishedPolicies("", self.run_dir.weights, owns_servers=True),
-            group_filter=GroupFilter(
-                self.max_lag, GRPO(AlgorithmConfig(kl_coef=0.1 * self.keeps_all)), []
-            ),
+            group_filter=GroupFilter(self.max_lag, self.algorithm, []),
             task_order=self.task_order,
             replay=self.replay,
             teacher=self.teacher,
@@ -126,6 +124,7 @@ class World:
         ]  # fmt: skip
         trace = Trace(id=play.rollout_id, group_id=play.group_id, nodes=nodes)
         trace.reward = None if self.error else self.reward_of(play)
+        trace.per_turn = [float(int(play.rollout_id.split(".")[1]))]
         trace.error, trace.error_kind = self.error, self.error_kind
         if self.limit:
             trace.truncated, trace.limit, trace.error_kind = True, self.limit, "truncated"
@@ -240,7 +239,7 @@ def test_consecutive_batches_without_trainable_samples_end_the_run(run_dir: RunD
 
 def test_a_batch_without_signal_trains_on_its_kl_term(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
-    world.keeps_all = True
+    world.algorithm = GRPO(AlgorithmConfig(kl_coef=0.1))
     world.reward_of = lambda play: 1.0
     play(world, range(1, 4))
     assert [a.step for a in world.announced] == [1, 2, 3]
@@ -325,6 +324,37 @@ def test_rewards_of_tasks_are_recorded_and_resumed_with_the_tasks_of_open_groups
     assert set(progress.tasks) <= {100, 101, 102, 103}
     assert progress.open_tasks == {group: 100 + group % 4 for group in progress.open_groups}
     assert {p.task for p in world.played} == {100, 101, 102, 103}
+
+
+def test_task_whose_turns_differ_is_not_set_aside(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=0)
+    world.algorithm = GRPO(AlgorithmConfig(credit="turn"))
+    world.reward_of = lambda play: 0.5
+    records = world.run_state.progress.tasks
+    world.task_order = TaskOrder(lambda *_: 7, 0, records, lambda: 0.0)
+    world.rollouts.choose_task = world.task_order.choose
+    play(world, range(1, 3))
+    assert records[7].groups == records[7].with_signal == 6 and not records[7].is_set_aside
+    assert records[7].spread == 0
+
+
+def test_resumed_mix_skips_no_task_of_a_member(run_dir: RunDir) -> None:
+    numbers: dict[int, set[int]] = {0: set(), 1: set()}
+    for steps in (range(1, 4), range(4, 7)):
+        world = World(run_dir, max_lag=2, train_after=20)
+        world.policy.version = steps.start - 1
+        progress = world.run_state.progress
+        mix = [EnvMixEntry(name="a"), EnvMixEntry(name="b", weight=2.0)]
+        counts = dict(progress.mix_groups)
+        world.task_order = TaskOrder(sequential, 0, {}, lambda: 0.0, mix, counts)
+        world.rollouts.choose_task = world.task_order.choose
+        open_tasks = {g: progress.open_tasks.get(g, g) for g in progress.open_groups}
+        world.rollouts.unjudged_groups = open_tasks
+        play(world, steps)
+        for request in world.played:
+            numbers[request.task % 2].add(request.task // 2)
+    assert sum(map(len, numbers.values())) == RunState.open(run_dir).progress.next_group
+    assert all(tasks == set(range(len(tasks))) and tasks for tasks in numbers.values())
 
 
 def test_unannounced_batch_is_rebuilt(run_dir: RunDir) -> None:

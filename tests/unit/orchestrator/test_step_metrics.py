@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
+from sightline.cli.main import main
 from sightline.media import MediaStore
 from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.step_metrics import StepMetrics
+from sightline.orchestrator.task_order import TaskOrder
 from sightline.run import EventLog, RunDir
 from sightline.trace import decode_trace, encode_trace, read_traces
 from sightline.view.events import read_events
@@ -68,6 +72,32 @@ def test_metrics_count_forked_turns_by_reason_and_refusals(tmp_path: Path) -> No
     summary = build_summary(read_events(run_dir.metrics))
     assert summary["forks"] == {"diverged": 18, "tools_changed": 36}
     assert summary["door_errors"] == 18
+
+
+def test_tasks_set_aside_are_counted_and_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.make()
+    run_dir.config.touch()
+    world = Forking(run_dir, max_lag=0)
+    records = world.run_state.progress.tasks
+    world.task_order = TaskOrder(lambda group, *_: 40 + group % 3, 0, records, lambda: 0.0)
+    world.rollouts.choose_task = world.task_order.choose
+    task_of = {f"g{group}": 40 + group % 3 for group in range(12)}
+    rewards = {40: (0.0, 1.0), 41: (0.25, 0.25), 42: (1.0, 1.0)}
+    world.reward_of = lambda play: rewards[task_of[play.group_id]][int(play.rollout_id[-1])]
+    play(world, range(1, 5))
+    events = list(read_events(run_dir.metrics))
+    steps = [event for event in events if event.kind == "step"]
+    assert [event.values["tasks_set_aside"] for event in steps] == [0, 0, 2, 2]
+    words = [event.values["words"] for event in events if "task_set_aside" in event.values]
+    assert sorted(words) == [
+        f"task {task} is set aside: none of its groups had a signal. Its mean reward is {reward}"
+        for task, reward in ((41, 0.25), (42, 1))
+    ]
+    assert main(["status", str(run_dir.path)]) == 0
+    assert re.search("set aside +2 tasks without signal: 4[12], 4[12] *\n", capsys.readouterr().out)
 
 
 def test_every_step_has_the_expected_metrics(tmp_path: Path) -> None:

@@ -36,14 +36,14 @@ def by_difficulty(num_tasks: int, **args: float) -> TaskOrder:
 def test_sequential_order_plays_by_number_and_keeps_no_records() -> None:
     order = TaskOrder(sequential, 0, {}, lambda: 0.0)
     assert [order.choose(group) for group in (0, 7)] == [0, 7]
-    assert not order.add(7, [1.0, 0.0]) and not order.records
+    assert not order.add(7, [1.0, 0.0], True) and not order.records
 
 
 def test_record_follows_the_newest_groups() -> None:
     record = TaskRecord()
-    record.add([0.0, 1.0])
+    record.add([0.0, 1.0], True)
     assert (record.reward, record.spread) == (0.5, 0.5)
-    record.add([1.0, 1.0])
+    record.add([1.0, 1.0], False)
     assert (record.groups, record.with_signal, record.reward, record.spread) == (2, 1, 0.75, 0.25)
 
 
@@ -54,18 +54,18 @@ def test_every_task_is_tried_and_half_solved_ones_are_preferred() -> None:
     for group in range(600):
         task = order.choose(group)
         played[task] += 1
-        order.add(task, rewards[task])
+        order.add(task, rewards[task], task < 10)
     assert set(played) == set(range(30))
     assert sum(played[task] for task in range(10)) > 500
-    # Equal rewards in three groups set a task aside, and it is not drawn again.
+    # Three groups without signal set a task aside, and it is not drawn again.
     assert all(order.records[task].is_set_aside == (played[task] == 3) for task in range(10, 30))
     assert max(played[task] for task in range(10, 30)) <= 3
 
 
 def test_task_is_reported_when_it_is_set_aside_and_only_then() -> None:
     order = by_difficulty(2)
-    assert [order.add(1, [1.0, 1.0]) for _ in range(4)] == [False, False, True, False]
-    assert [order.add(0, [1.0, 0.0]) for _ in range(4)] == [False] * 4
+    assert [order.add(1, [1.0, 1.0], False) for _ in range(4)] == [False, False, True, False]
+    assert [order.add(0, [1.0, 1.0], True) for _ in range(4)] == [False] * 4
     order.records[0] = order.records[1]
     assert order.choose(5) in (0, 1), "if all are set aside, they are played again"
 

@@ -10,6 +10,7 @@ import pytest
 
 from sightline.config.secret_refs import resolve_secret
 from sightline.envs import Environment, Outcome, Task
+from sightline.envs.protocol import EnvironmentMix
 from sightline.errors import EnvironmentFailed
 from sightline.families import load_renderer
 from sightline.media import MediaStore
@@ -43,15 +44,16 @@ class Returns(Environment):
 def play(tiny_model: Path, store: MediaStore):
     renderer = load_renderer(tiny_model, store)
 
-    def run(result: Any) -> Trace:
+    def run(result: Any, task: int = 0) -> Trace:
+        env = result if isinstance(result, Environment) else Returns(result)
         client = GenerateClient("http://127.0.0.1:9")
         chats = PolicyChats(
             renderer=renderer, store=store, client=client, modality="image", max_tokens=4
         )
-        player = RolloutPlayer(Returns(result), chats, timeout_s=0.2)
+        player = RolloutPlayer(env, chats, timeout_s=0.2)
 
         async def main() -> Trace:
-            played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
+            played = await player.play(RolloutRequest("r", "g", task, "train", 1, 1.0))
             await player.close()
             return decode_trace(encode_trace(played.trace))
 
@@ -74,6 +76,19 @@ def play(tiny_model: Path, store: MediaStore):
 def test_invalid_reward_breaks_the_rollout(play, result: Any) -> None:
     trace = play(result)
     assert trace.reward is None and trace.error_kind == "EnvironmentFailed" and trace.error
+
+
+class ReturnsIndex(Returns):
+    name = "indexed"
+
+    async def rollout(self, task: Task, chat: Any) -> float:
+        return self.result + float(task.index)
+
+
+def test_member_of_a_mix_plays_the_task_that_is_its_own(play) -> None:
+    mix = EnvironmentMix([(ReturnsIndex(100.0), 1.0), (Returns(0.0), 1.0)])
+    trace = play(mix, task=14)
+    assert (trace.task, trace.env, trace.reward) == (14, "indexed", 107.0)
 
 
 def test_an_exception_is_recorded_with_its_traceback(play) -> None:

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import making
+import msgspec
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from sightline.algo.algorithms import load_sft_algorithm
+from sightline.cli.main import main
 from sightline.config import SftFile
 from sightline.envs import load_environment
 from sightline.envs.color_codeword import LETTERS, ColorCodeword
@@ -22,10 +25,10 @@ from sightline.errors import MediaError, MessageError
 from sightline.media import MediaStore
 from sightline.message import assistant, system, user
 from sightline.run import RunDir
-from sightline.trace import read_traces
+from sightline.trace import read_traces, write_traces
 from sightline.trainer import loop, sft
 from sightline.trainer.build import build, build_conversations, build_pixels
-from sightline.trainer.conversations import Demonstrations
+from sightline.trainer.conversations import Demonstrations, TrainingConversation
 from sightline.trainer.learner import Learner
 from sightline.view.dashboard.run_view import RunView
 from sightline.view.events import by_step, read_events
@@ -113,7 +116,7 @@ def test_mixed_demonstrations_offer_their_environments_tools(
     mix = EnvironmentMix([(walk, 1.0), (load_environment("counting:Counting", {}), 1.0)])
     demonstrations = Demonstrations(mix, store, seed=0)
     tools = {
-        mix.choose_environment(i, "sft").name: demonstrations.conversation(i, "train").tools
+        mix.choose_environment(i, "sft")[0].name: demonstrations.conversation(i, "train").tools
         for i in range(16)
     }
     assert walk.tools is not None
@@ -246,6 +249,62 @@ def test_pair_that_a_batch_draws_twice_is_two_groups(
     loop.run(made(config, tmp_path / "run"))
     steps = [event.values for event in events(tmp_path / "run", "sft").values()]
     assert [values["samples"] for values in steps] == [6, 6]
+
+
+def test_best_and_worst_rollouts_of_each_group_train_by_dpo(
+    tiny_model: Path, talks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run `sightline samples --pairs` and train on what it writes."""
+    _, batches = conversations(config_of(tiny_model, tmp_path, data={"path": str(talks)}))
+    run_dir = RunDir(tmp_path / "rl")
+    run_dir.make()
+    run_dir.config.touch()
+    store, traces = MediaStore(run_dir.media), []
+    for group, rewards in enumerate(((0.0, 1.0, 0.5), (0.75, 0.75), (0.5, 0.75), (-1.0, 3.0))):
+        ref = store.put(tmp_path / f"{group}.png")
+        shared = [system("spell"), user(ref, "what is"), assistant("well"), user("go on")]
+        for i, reward in enumerate(rewards):
+            talk = TrainingConversation(f"g{group}.{i}", [*shared, assistant("ABC"[i])])
+            trace = sft.build_trace(talk, batches.renderer, group)
+            traces.append(msgspec.structs.replace(trace, group_id=f"g{group}", reward=reward))
+    lost = msgspec.structs.replace(traces[0], id="g0.3", reward=9.0, error="lost")
+    write_traces(run_dir.traces_of(1), [*traces, lost])
+    words = ["samples", str(run_dir.path), "--pairs", "--min-gap", "0.5"]
+    assert main([*words, "--to", str(tmp_path / "pairs")]) == 0
+    assert "step_000001.parquet: 2 pairs, 2 images" in capsys.readouterr().out
+    assert main([*words, "--to", str(tmp_path / "none"), "--min-gap", "5"]) == 2
+    assert main(words) == 2 and main([*words, "--to", "x", "--best", "1"]) == 2
+    assert not Path("x").exists() and not run_dir.samples.exists()
+
+    columns = {"messages_column": "chosen", "rejected_column": "rejected"}
+    config = config_of(
+        tiny_model,
+        tmp_path,
+        data={"path": str(tmp_path / "pairs"), **columns},
+        algorithm={"name": "dpo"},
+        run={"steps": 2},
+        sft={"batch_size": 2},
+    )
+    _, batches = conversations(config)
+    for number, (group, best, worst) in enumerate(((0, "B", "A"), (3, "B", "A"))):
+        row = batches.source.row(number)
+        assert row.rejected is not None and row.messages[:-1] == row.rejected[:-1]
+        assert [message.text for message in row.messages[2:]] == ["well", "go on", best]
+        assert list(row.messages[1].images) == [store.put(tmp_path / f"{group}.png")]
+        assert row.rejected[-1].text == worst
+    row_of_file = pyarrow.parquet.read_table(
+        tmp_path / "pairs" / "step_000001.parquet"
+    ).to_pylist()[1]
+    assert (row_of_file["chosen_reward"], row_of_file["rejected_reward"]) == (3.0, -1.0)
+    assert [len(json.loads(row_of_file[name])) for name in ("prompt", "chosen", "rejected")] == [
+        4,
+        1,
+        1,
+    ]
+    loop.run(made(config, tmp_path / "run"))
+    steps = [event.values for event in events(tmp_path / "run", "sft").values()]
+    assert steps[0]["dpo_loss"] == pytest.approx(np.log(2), rel=1e-4)
+    assert steps[1]["dpo_loss"] < steps[0]["dpo_loss"]
 
 
 def test_dpo_and_pairs_need_one_another(tiny_model: Path, pairs: Path, tmp_path: Path) -> None:

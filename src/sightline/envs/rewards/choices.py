@@ -11,7 +11,10 @@ from sightline.envs.rewards.text import normalize
 
 # "The answer is A dog" names no option: A is an article there.
 _LETTER = r"(?<![A-Za-z0-9'])([A-Z])(?![A-Za-z0-9'])(?!(?<=[AI])\s+(?!or\b|and\b)[a-z])"
-_MARKED = re.compile(rf"(?i:answer|choice|option)\b(?i:\W|is\b)*{_LETTER}|\(([A-Z])\)")
+_LOWER = r"(?<![A-Za-z0-9'])([a-z])(?![A-Za-z0-9'])(?!(?<=[ai])\s+(?!or\b|and\b)\w)"
+_MARKED = re.compile(
+    rf"(?i:answer|choice|option)\b(?i:\W|is\b)*(?:{_LETTER}|{_LOWER})|(?<!\w)\(([A-Za-z])\)"
+)
 
 
 def choice(
@@ -20,8 +23,8 @@ def choice(
     """Return 1 if the answer names the right option, by its letter or its text.
 
     The reference is a letter, an index from 0, or the option's text. `choices` is the column of the
-    options. Of several marked letters ("the answer is B", "(B)") the last one counts. An answer
-    with several unmarked letters earns 0.
+    options. Of several marked letters ("the answer is B", "(b)") the last one counts. An answer
+    with several unmarked letters earns 0. In lower case, an unmarked one must be the whole answer.
     """
     options = list((row or {}).get(choices) or ())
     letters = ascii_uppercase[: len(options)] if options else ascii_uppercase
@@ -51,7 +54,7 @@ def _find_letter(answer: str) -> str:
     if alone := re.fullmatch(r"[(\[]?([A-Za-z])[)\].:]*", text):
         return alone[1].upper()
     if marked := _MARKED.findall(text):
-        return "".join(marked[-1])
+        return "".join(marked[-1]).upper()
     if first := re.match(r"([A-Z])[).:]\s", text):
         return first[1]
     letters = set(re.findall(_LETTER, text))

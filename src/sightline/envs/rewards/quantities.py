@@ -7,13 +7,14 @@ import re
 from typing import Any
 
 _SIZES = {
-    "length": "mm .001 cm .01 m 1 meter 1 meters 1 metres 1 km 1000 in .0254 inch .0254 "
-    "inches .0254 ft .3048 feet .3048 yd .9144 mi 1609.344 mile 1609.344 miles 1609.344",
+    "length": "nm 1e-9 μm 1e-6 mm .001 cm .01 m 1 meter 1 meters 1 metres 1 km 1000 "
+    "in .0254 inch .0254 inches .0254 ft .3048 feet .3048 yd .9144 mi 1609.344 mile 1609.344 "
+    "miles 1609.344",
     "area": "mm2 1e-6 cm2 1e-4 m2 1 ha 1e4 km2 1e6",
     "volume": "ml 1e-6 cl 1e-5 l .001 liter .001 liters .001 litres .001 cm3 1e-6 m3 1",
-    "mass": "mg 1e-6 g .001 gram .001 grams .001 kg 1 t 1000 oz .028349523125 lb .45359237",
-    "time": "ms .001 s 1 sec 1 second 1 seconds 1 min 60 minute 60 minutes 60 h 3600 hr 3600 "
-    "hour 3600 hours 3600 day 86400 days 86400",
+    "mass": "μg 1e-9 mg 1e-6 g .001 gram .001 grams .001 kg 1 t 1000 oz .028349523125 lb .45359237",
+    "time": "ns 1e-9 μs 1e-6 ms .001 s 1 sec 1 second 1 seconds 1 min 60 minute 60 minutes 60 "
+    "h 3600 hr 3600 hour 3600 hours 3600 day 86400 days 86400",
     "speed": "m/s 3.6 km/h 1 mph 1.609344",
     "angle": f"° 1 deg 1 degree 1 degrees 1 rad {180 / math.pi}",
     "percent": "% 1 percent 1",
@@ -23,27 +24,51 @@ _SIZES = {
     "euros": "€ 1 euro 1 euros 1",
     "pounds": "£ 1",
 }
-UNITS = {
-    name: (dimension, float(size))
-    for dimension, words in _SIZES.items()
-    for name, size in zip(words.split()[::2], words.split()[1::2], strict=True)
-}
+_PREFIXED = {
+    "voltage": "V 1", "current": "A 1", "power": "W 1", "force": "N 1", "frequency": "Hz 1",
+    "resistance": "Ω 1 ohm 1", "energy": "J 1 Wh 3600 cal 4.184 eV 1.602176634e-19",
+    "pressure": "Pa 1 bar 1e5", "temperature": "K 1", "amount": "mol 1", "data": "B 1",
+}  # fmt: skip
+"""Units that take prefixes. Their case counts: mW is not MW."""
+_PREFIXES = {"": 1.0, "n": 1e-9, "μ": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_MULTIPLIERS = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
+
+
+def _build_units() -> dict[str, tuple[str, float]]:
+    units = {}
+    for table, prefixes in ((_PREFIXED, _PREFIXES), (_SIZES, {"": 1.0})):
+        for dimension, words in table.items():
+            for name, size in zip(words.split()[::2], words.split()[1::2], strict=True):
+                for prefix, factor in prefixes.items():
+                    unit = (dimension, float(size) * factor)
+                    units[prefix + name] = unit
+                    if prefix not in ("m", "M") and len(prefix + name) > 1:
+                        units[(prefix + name).lower()] = unit
+    return units
+
+
+UNITS = _build_units()
 """The dimension of each unit, and its size."""
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
 _NUMBER = re.compile(
     rf"(?<![\w.])(?P<sign>[-+]?)\s?(?P<currency>[$€£]?)(?P<value>{_PLAIN})"
     rf"(?: (?P<above>\d+)(?=/))?(?:\s?/\s?(?P<divisor>{_PLAIN}))?\s?"
-    r"(?P<unit>(?:°[a-z]?|%|[a-z]+)(?:/[a-z]+)?\^?[23]?)?",
+    r"(?P<unit>(?:°[a-z]?|%|[a-zμΩ]+)(?:/[a-z]+)?\^?[23]?)?",
     re.IGNORECASE,
 )
+_MULTIPLIER = re.compile(rf"(?<=\d)\s?({'|'.join(_MULTIPLIERS)})\b", re.IGNORECASE)
 _POWER = re.compile(r"(?:(\d)\s?(?:[x×*·]|\\times|\\cdot)\s?|(?<![\w.]))10\^\{?(-?\d+)\}?")
 
 
 def find_quantity(text: str) -> tuple[float, str, float] | None:
-    """Return the last number of a text, its unit's dimension (or "") and size, if there is one."""
+    """Return the last number of a text, its unit's dimension and size, if there is a number.
+
+    The dimension is "" without a unit, and "?" and the word for an unknown one.
+    """
     text = re.sub(r"\u2212|(?<!\w)\u2013(?=[\d.$€£])", "-", text)
     text = re.sub(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3})", ",", text)  # narrow spaces of thousands
-    text = text.replace("²", "^2").replace("³", "^3")
+    text = text.replace("²", "^2").replace("³", "^3").replace("µ", "μ").replace("\u2126", "Ω")
+    text = _MULTIPLIER.sub(lambda word: _MULTIPLIERS[word[1].lower()], text)
     text = _POWER.sub(lambda power: f"{power[1] or 1}e{power[2]}", text)
     matches = list(_NUMBER.finditer(text))
     if not matches:
@@ -53,9 +78,11 @@ def find_quantity(text: str) -> tuple[float, str, float] | None:
     value = value * divisor + float(match["above"]) if match["above"] else value  # 1 1/2
     if not divisor or not math.isfinite(value / divisor):
         return None
-    unit = (match["unit"] or "").lower().replace("^", "")
+    unit = (match["unit"] or "").replace("^", "")
+    word = unit.lower()
+    known = UNITS.get(match["currency"]) or UNITS.get(unit) or UNITS.get(word)
     sign = -1 if match["sign"] == "-" else 1
-    return (sign * value / divisor, *(UNITS.get(match["currency"]) or UNITS.get(unit, ("", 1.0))))
+    return (sign * value / divisor, *(known or (word and f"?{word.removesuffix('s')}", 1.0)))
 
 
 def number(
@@ -69,7 +96,9 @@ def number(
 
     `relative` is a fraction of the reference, and `absolute` is in its unit. If the reference has a
     unit, other units of its dimension are converted, and a number without a unit is assumed to be
-    in the reference's, unless `needs_unit`. If it has none, the answer's unit is ignored.
+    in the reference's, unless `needs_unit`. Words that are no unit do not count ("5 because"). If
+    the reference's unit is such a word ("5 apples"), others earn 0. If it has none, the answer's
+    unit is ignored.
     """
     reference, given = find_quantity(str(expected)), find_quantity(answer)
     if reference is None or isinstance(expected, list | dict):
@@ -77,6 +106,8 @@ def number(
     if given is None:
         return 0.0
     (target, dimension, size), (value, given_dimension, given_size) = reference, given
+    if re.fullmatch(r"\?[a-z]+", given_dimension) and not dimension.startswith("?"):
+        given_dimension = ""
     if dimension and (given_dimension or needs_unit):
         if given_dimension != dimension:
             return 0.0

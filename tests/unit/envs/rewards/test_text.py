@@ -216,6 +216,26 @@ def test_last_marked_answer_counts(text: str, pattern: str, answer: str | None) 
         ("3\u20135", 5, 1),  # a range
         ("1\u202f000", 1000, 1),
         ("5 km", 5, 1),  # the reference has no unit
+        ("5 V", "5 mV", 0),
+        ("5000 mV", "5 V", 1),
+        ("5 MW", "5 mW", 0),
+        ("5 kw", "5 kW", 1),
+        ("5 kJ", "5 N", 0),
+        ("12 N", "12 kg", 0),
+        ("1 kWh", "3.6 MJ", 1),
+        ("5 µm", "0.005 mm", 1),
+        ("3 k\u2126", "3000 Ω", 1),
+        ("300 K", "300 °C", 0),
+        ("5", "5 V", 1),
+        ("5 because it says so", "5 V", 1),
+        ("5 kg/m^3", "5 kg", 0),
+        ("9.8 m/s", "9.8 m/s²", 0),
+        ("9.8 m/s^2", "9.8 m/s²", 1),
+        ("5 km", "5 apples", 0),
+        ("5 pears", "5 apples", 0),
+        ("5 Apples", "5 apples", 1),
+        ("$5 billion", "$5 million", 0),
+        ("1,500 thousand", "1.5 Million", 1),
     ],
 )
 def test_number_compares_the_last_number_with_its_unit(
@@ -229,6 +249,7 @@ def test_number_tolerances_and_required_units() -> None:
     assert number("96", -100, relative=0.05) == 0 and number("-96", -100, relative=0.05) == 1
     assert number("0.4", 0, absolute=0.5) == 1
     assert number("3.4 m", "300 cm", absolute=50) == 1  # in the reference's unit
+    assert number("5 or so", "5 cm", needs_unit=True) == 0
     assert number("5", "5 cm", needs_unit=True) == 0 and number("5", 5, needs_unit=True) == 1
 
 
@@ -257,6 +278,15 @@ OPTIONS = ["a dog", "a cat", "a bird", "it"]
         ("The answer is A? No, the answer is B", "B", 1),
         ("I choose B", "B", 1),
         ("A dog would bark, so B", "B", 1),
+        ("Answer: b", "B", 1),
+        ("The answer is (b).", "B", 1),
+        ("Perhaps c. No, option b because it purrs", "B", 1),
+        ("Answer: a", "a dog", 1),
+        ("The answer is a cat", "A", 0),
+        ("My answer is a Cat", "A", 0),
+        ("The answer is a.", "A", 1),
+        ("the answer i would give is a bird", "A", 0),
+        ("It is f(a), so B", "B", 1),
         ("A or B", "B", 0),
         ("A, B, C, D", "B", 0),
         ("BAD", "B", 0),
