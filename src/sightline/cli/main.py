@@ -178,7 +178,7 @@ def find_missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
         return None
     return ConfigError(
         f"this command requires the package {package}, which is not installed",
-        f"pip install 'sightline-rl[{extra}]' for {sys.executable}",
+        f"run `{sys.executable} -m pip install 'sightline-rl[{extra}]'`",
     )
 
 

@@ -53,7 +53,7 @@ class ObjectRemote:
         except ImportError as error:
             raise MediaError(
                 f"the store {address} requires obstore, which is not installed",
-                "run: pip install 'sightline-rl[object-store]'",
+                "run `pip install 'sightline-rl[object-store]'`",
             ) from error
         self.address, self._timeout_s, self.deadline_s = address, timeout_s, deadline_s
         self._obstore, self._errors = obstore, exceptions

@@ -208,7 +208,7 @@ def import_av() -> Any:
         import av
     except ImportError as error:
         raise MediaError(
-            "videos require PyAV, which is not installed", "run: pip install 'sightline-rl[video]'"
+            "videos require PyAV, which is not installed", "run `pip install 'sightline-rl[video]'`"
         ) from error
     return av
 
