@@ -196,7 +196,7 @@ def read_results(path: Path, size: StudySize) -> list[Result]:
     results = [msgspec.json.decode(line, type=Result) for line in lines]
     if any(result.size != size for result in results):
         raise ConfigError(
-            f"{path} holds runs of another size: {results[0].size}",
+            f"{path} holds runs of a different size: {results[0].size}",
             "name another --out, or take the options that it was begun with",
         )
     return results

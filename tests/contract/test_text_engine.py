@@ -135,4 +135,4 @@ def test_a_text_only_checkpoint_refuses_an_image_by_path(
     )
     error = client.refused(msgspec.json.encode(request))
     assert error.type == "slots"
-    assert error.message.startswith("features: this checkpoint takes no media")
+    assert error.message.startswith("features: this checkpoint accepts no media")

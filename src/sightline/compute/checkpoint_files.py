@@ -50,8 +50,8 @@ class CheckpointParameters(Mapping[str, Tensor]):
         self._own = own
         if missing := sorted(own.keys() - self._opened.keys())[:3]:
             raise WeightsError(
-                f"{folder} stores its parameters under other names than the model's, which has "
-                f"{missing}: this engine takes no adapters for it",
+                f"{folder} stores its parameters under names that the model does not have: it has "
+                f"{missing}, so this engine accepts no adapters for it",
                 'set [lora] publish = "merged"',
             )
 

@@ -103,7 +103,7 @@ class AdapterBase:
         if (key := (adapter.base, adapter.dtype, trained)) not in self._verified:
             if not is_base(self._base, adapter, trained):
                 raise WeightsError(
-                    "an adapter that was made for another base than the checkpoint served here",
+                    "the adapter was made for a different base than the checkpoint served here",
                     "serve the checkpoint that the trainer trains, in its [model] dtype. The "
                     "engine keeps the weights it has",
                 )
@@ -160,6 +160,6 @@ def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> N
 
 
 def _shape_error(name: str, found: Iterable[int], wanted: Iterable[int]) -> WeightsError:
-    problem = f"an adapter's {name} has shape {tuple(found)}, the model's is {tuple(wanted)}"
+    problem = f"an adapter's {name} has shape {tuple(found)}, but the model's is {tuple(wanted)}"
     fix = "serve the checkpoint that the trainer trains"
     return WeightsError(problem, fix)

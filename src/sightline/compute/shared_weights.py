@@ -165,7 +165,7 @@ def map_shared(root: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
         try:
             if finish_digest(memory.tensors, _sum_concurrently(buffer)) != manifest.weights_digest:
                 raise WeightsError(
-                    f"version {manifest.label} in shared memory has other bits than were announced",
+                    f"version {manifest.label} in memory: its bits differ from the announced ones",
                     "resume the run. The engine keeps the weights it has",
                 )
             yield _view(buffer, memory.tensors)

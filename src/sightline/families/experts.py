@@ -1,7 +1,7 @@
 """Layers with experts: their computation, and which experts compute each token.
 
-Rounding in a sampler and in a trainer can lead to other experts, and so to other logprobs. A
-sampler therefore records its tokens' experts, the *routes*, and the trainer replays them. The
+Rounding in a sampler and in a trainer can lead to different experts, and so to different logprobs.
+A sampler therefore records its tokens' experts, the *routes*, and the trainer replays them. The
 experts' weights come from the trainer's own scores, so the router trains.
 
 Dimensions: T tokens, L layers of the text model (dense ones have zeros), K experts of a token.

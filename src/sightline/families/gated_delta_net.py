@@ -264,7 +264,7 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
     try:
         with take_trial_gradients():
             problem = _try_kernel(kernel, keys, values, device, dtype)
-    except Exception as error:  # another version may raise anything
+    except Exception as error:  # a different version may raise anything
         problem = f"{type(error).__name__}: {error}"
     if problem:
         message = "linear attention uses plain torch instead of flash-linear-attention"

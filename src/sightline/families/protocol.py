@@ -80,7 +80,7 @@ class Packing:
 
 TREE_PACKING = Packing("tree", "every layer takes an attention mask")
 EXACT_PACKING = Packing(
-    "flat", "with [model] exact, a tree would sum a token's keys in another order"
+    "flat", "with [model] exact, a tree would sum a token's keys in a different order"
 )
 Division = Literal["columns", "rows"]
 TensorPlan = Mapping[str, Mapping[str, Division]]

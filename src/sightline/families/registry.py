@@ -248,7 +248,7 @@ def load_serving(model: str | Path, family: Family, takes_updates: bool = True) 
             'set [inference] engine = "torch", or add the file (docs/internals/adding_a_family.md)',
         )
     if family.position_limit:
-        how = "scales the rotary frequencies of this checkpoint in another way than transformers"
+        how = "scales the rotary frequencies of this checkpoint differently than transformers"
         raise FamilyError(f"{model}: vLLM {how}", 'set [inference] engine = "torch"')
     serving = cast(ServingSpec, _import_family_file(family.name, "serving").Serving())
     serving.check_servable(resolve_checkpoint(model), takes_updates)

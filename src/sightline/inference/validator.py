@@ -121,7 +121,7 @@ class RequestValidator:
         if not self.family.shows_media or request.features.mm_hashes.keys() - {modality}:
             allowed = modality if self.family.shows_media else "no"
             sent = sorted(request.features.mm_hashes)
-            problem = f"features: this checkpoint takes {allowed} media, the request has {sent}"
+            problem = f"features: this checkpoint accepts {allowed} media. The request has {sent}"
             fix = "render with the renderer of the served checkpoint"
             raise build_engine_error("slots", problem, fix)
         num = sum(map(len, request.features.kwargs_data.values()))

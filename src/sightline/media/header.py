@@ -264,7 +264,7 @@ def _walk_jpeg(data: bytes) -> _Walked:
 def _walk_webp(data: bytes) -> _Walked:
     end = 8 + int.from_bytes(data[4:8], "little")
     if end > len(data):
-        raise _broken("WebP", f"its header says {end} bytes, the file has {len(data)}")
+        raise _broken("WebP", f"its header says {end} bytes, but the file has {len(data)}")
     size: tuple[int, int] | None = None
     says_exif = has_pixels = False
     exif = b""

@@ -136,7 +136,7 @@ class PublishedPolicies:
             self.known.add(Manifest(version=0, vision_version=0, files=[], run=self.run).policy)
 
     def check_trace(self, trace: Trace) -> None:
-        """Raise if a trace has an invalid answer or one from another policy. This ends the run."""
+        """Raise if an answer is invalid or from a different policy. This ends the run."""
         if trace.error_kind == WRONG_ANSWER:
             problem, _, fix = trace.error.partition("\n  fix: ")
             raise EngineError(f"rollout {trace.id}: {problem}", fix, WRONG_ANSWER, status=502)

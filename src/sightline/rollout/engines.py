@@ -91,14 +91,14 @@ class InferenceEngine(ABC):
         for name, ours in expected.items():
             if health[name] != ours:
                 raise ConfigError(
-                    f"{where} has {name} {health[name]!r}, the run {ours!r}"
+                    f"{where} has {name} {health[name]!r}, but the run has {ours!r}"
                     + (f". Its settings are {health['settings']}" if name == "fingerprint" else ""),
                     "serve the checkpoint of [model] path with the same settings, or change the "
                     "run's",
                 )
         if health["max_model_len"] < config.inference.max_model_len:
             raise ConfigError(
-                f"{where} takes {health['max_model_len']} tokens, the run has "
+                f"{where} accepts {health['max_model_len']} tokens, but the run has "
                 f"max_model_len = {config.inference.max_model_len}",
                 "start it with a larger --max-model-len, or lower max_model_len",
             )

@@ -166,7 +166,7 @@ def _build_features(
 
 
 def _check_teacher(path: str, teacher: Forward, policy: Forward, family: Family) -> None:
-    """Raise if the teacher uses other pixels or other tokens than the policy."""
+    """Raise if the teacher uses different pixels or tokens than the policy."""
     other = load_family(path)
     widths = [cast(Any, f.model).get_output_embeddings().weight.shape[0] for f in (teacher, policy)]
     if other.fingerprint != family.fingerprint or widths[0] != widths[1]:

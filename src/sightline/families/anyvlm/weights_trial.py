@@ -199,8 +199,8 @@ class WeightsTrial:
         _, inputs = apply_template(processor, template, talk, return_tensors=kind)
         if inputs["input_ids"][0].tolist() != token_ids:
             raise FamilyError(
-                f"{self.family.path}: the weights trial failed: the processor writes other tokens "
-                "than it did for the probe",
+                f"{self.family.path}: the weights trial failed: the processor writes different "
+                "tokens than it did for the probe",
                 "install the same transformers in every environment of the run",
             )
         arrays = {name: torch.as_tensor(array) for name, array in inputs.items()}

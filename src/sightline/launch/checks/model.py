@@ -104,7 +104,7 @@ def describe_environment(
     env: EnvConfig, python: str, version: str = sightline.__version__
 ) -> EnvironmentInfo:
     """Return the environment's name and whether it shows images, from the workers' interpreter.
-    Raise if that interpreter has another version of Sightline."""
+    Raise if that interpreter has a different version of Sightline."""
     if not python:
         return get_environment_info(env)
     setting, command = f"[rollout] python = {python!r}", [python, "-m", ENVIRONMENT_MODULE]

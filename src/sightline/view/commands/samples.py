@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-reward", type=float, metavar="X", help="only rollouts with at least this reward"
     )
-    parser.add_argument("--to", type=Path, metavar="DIR", help="another folder than RUN/samples")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="folder, instead of RUN/samples")
 
 
 def run(args: argparse.Namespace) -> int:
