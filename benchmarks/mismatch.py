@@ -197,7 +197,7 @@ def read_results(path: Path, size: StudySize) -> list[Result]:
     if any(result.size != size for result in results):
         raise ConfigError(
             f"{path} holds runs of a different size: {results[0].size}",
-            "name another --out, or take the options that it was begun with",
+            "choose another --out, or pass the options that it was begun with",
         )
     return results
 

@@ -68,7 +68,7 @@ def load_function(
     """
     function = load_named(setting, name, built_in, "function", args)
     if not callable(function):
-        raise ConfigError(f"{setting} = {name!r} is not a function", "name a function")
+        raise ConfigError(f"{setting} = {name!r} is not a function", "set it to a function")
     signature = inspect.signature(function)
     try:
         signature.bind(*parameters, **args)

@@ -69,7 +69,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     except IsADirectoryError:
         raise ConfigError(
             f"{path} is a folder, not a run file",
-            f"name a TOML file. For a checkpoint, append model.path={path}",
+            f"pass a TOML file. For a checkpoint, append model.path={path}",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(

@@ -188,7 +188,7 @@ class Dataset(Environment):
                 raise ConfigError(
                     f"{rows.where(number)} has no column {missing[0]!r}, or it is empty. The row "
                     f"has {', '.join(sorted(rows.row(number)))}",
-                    "fix or remove the row, or name other columns in [env.args]",
+                    "fix or remove the row, or set other columns in [env.args]",
                 )
             length = len(self._format(row)) + len(_to_text(row[self.answer]))
             if self.max_chars and length > self.max_chars:

@@ -154,7 +154,7 @@ def open_rows(path: str | Path, dataset_split: str = "") -> tuple[TaskRows, Path
         elif any(file.suffix in _SUFFIXES[:2] for file in tables):
             raise ConfigError(
                 f"{source} has several files of rows: {', '.join(file.name for file in tables)}",
-                f"name one of them, such as {str(tables[0])!r}",
+                f"set the path to one of them, such as {str(tables[0])!r}",
             )
     if source.is_file() and dataset_split:
         raise ConfigError(

@@ -101,7 +101,7 @@ def _get_folder(path: Path) -> ModuleType:
 def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.exists():
-        fix = "create one with `sightline model tiny DIR`, or name the folder of a checkpoint"
+        fix = "create one with `sightline model tiny DIR`, or pass a checkpoint's folder"
         raise FamilyError(f"{path} is not a checkpoint: it has no config.json", fix)
     # transformers also opens files, which it finds in the folder and in its folders.
     for found in (*path.glob("*"), *path.glob("*/*")):

@@ -181,7 +181,7 @@ def _read_tokenizer(folder: Path, needed: Sequence[str]) -> Tokenizer:
     """Return a published model's tokenizer. Check that it has the tokens that the family needs."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise FamilyError(f"{folder} has no tokenizer.json", "name a folder with the file")
+        raise FamilyError(f"{folder} has no tokenizer.json", "pass a folder with the file")
     tokenizer = Tokenizer.from_file(str(file))
     if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
         problem = f"{file} has no token {missing[0]}"

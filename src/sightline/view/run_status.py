@@ -271,7 +271,7 @@ def find_runs(paths: Iterable[Path]) -> list[RunDir]:
     run_dirs: dict[Path, RunDir] = {}
     for path in paths:
         if not path.is_dir():
-            raise ConfigError(f"there is no folder {path}", "name a run, or a folder of runs")
+            raise ConfigError(f"there is no folder {path}", "pass a run, or a folder of runs")
         root = path.resolve()
         for run in [path] if is_run(path) else path.iterdir():
             if is_below(root, run) and is_run(run):

@@ -260,7 +260,7 @@ def test_overrides_without_a_run_file_are_not_parsed_as_its_path(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["rl", "run.seed=1"]) == 2
-    assert "name one before the settings" in capsys.readouterr().err
+    assert "pass one before the settings" in capsys.readouterr().err
 
 
 def test_unreachable_store_is_refused(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def work_folder(args: argparse.Namespace, needs_model: bool = True) -> Iterator[
     """
     kept: Path | None = getattr(args, "dir", None)
     if kept is not None and kept.exists() and any(kept.iterdir()):
-        raise ConfigError(f"{kept} is not empty", "name a new folder")
+        raise ConfigError(f"{kept} is not empty", "choose a new folder")
     with contextlib.ExitStack() as stack:
         if kept is None:
             scratch = tempfile.TemporaryDirectory(prefix="sightline-bench-")

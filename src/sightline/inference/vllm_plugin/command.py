@@ -34,7 +34,7 @@ def find_python(name: str) -> str:
     """Return the path of the interpreter `name`, or of the current one if it is empty."""
     path = shutil.which(name) if name else sys.executable
     if path is None:
-        fix = "name the python of the environment that has vLLM, such as .venv-vllm/bin/python"
+        fix = "set it to the python of an environment with vLLM, such as .venv-vllm/bin/python"
         raise ConfigError(f"[inference] python = {name!r} is not an interpreter", fix)
     return os.path.abspath(path)
 

@@ -74,7 +74,7 @@ def find_family(config: RunFile | SftFile) -> Family:
     if not path.is_dir():
         raise ConfigError(
             f"[model] path = {config.model.path!r} is not a folder",
-            "name a checkpoint's folder, train this one first with `sightline sft FILE` if it is "
+            "set a checkpoint's folder, train this one first with `sightline sft FILE` if it is "
             "the output_dir of a warm-up, or create one with `sightline model tiny DIR`",
         )
     family = load_family(path, config.model.exact, **config.model.overrides())
@@ -94,7 +94,7 @@ def find_family(config: RunFile | SftFile) -> Family:
     if teacher and not any(resolve_checkpoint(teacher, True).glob("*.safetensors")):
         raise ConfigError(
             f"[algorithm] teacher = {teacher!r} is no folder with weights",
-            "name a checkpoint of the same family, or leave it empty for the starting checkpoint",
+            'set it to a checkpoint of the same family, or "" for the starting checkpoint',
         )
     check_token_ids(config.model, family)
     return family
@@ -117,7 +117,7 @@ def describe_environment(
         output = getattr(error, "stderr", None) or str(error)
         raise ConfigError(
             f"{setting} cannot run {ENVIRONMENT_MODULE}: {output.strip().splitlines()[-1]}",
-            "name the python of a virtual environment with sightline-rl and [env]'s package",
+            "set it to the python of a virtual environment with sightline-rl and [env]'s package",
         ) from error
     answer = json.loads(text.strip().splitlines()[-1])
     if answer["version"] != version:
