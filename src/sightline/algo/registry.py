@@ -45,7 +45,8 @@ def load_named(
         for key, value in args.items():
             low = 1e-300 if key.split("_")[0] in ("beta", "divisor", "num", "temperature") else 0
             if isinstance(value, int | float) and not low <= value < float("inf"):
-                raise ConfigError(f"{setting} = {name!r}: {key} = {value}", "set a positive number")
+                problem = f"{setting} = {name!r}: {key} must not be {value}"
+                raise ConfigError(problem, "set a positive number")
         return built_in[name]
     if ":" not in name:
         raise ConfigError(

@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         return training.run_training(job, args)
     if len(runs) > 1 and (len(clusters) > 1 or clusters == {"kubernetes"}):
         raise ConfigError(
-            f"a sweep (values with commas between them) on {' and '.join(sorted(clusters))}",
-            "give one value at a time. On Slurm, a sweep submits one job for each run",
+            f"a sweep (comma-separated values) cannot run on {' and '.join(sorted(clusters))}",
+            "pass one value at a time. On Slurm, a sweep submits one job for each run",
         )
     from sightline.launch.submit import submit_run
 

@@ -144,7 +144,7 @@ def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> N
     odd = sorted((pairs - tensors.keys()) | (tensors.keys() - pairs - base.keys()))
     odd += sorted(adapter.scales.keys() - base.keys())
     if odd or adapter.dtype not in SAFETENSORS_DTYPES.values():
-        problem = f"an adapter whose tensors are not those of the model, such as {odd[:3]}"
+        problem = f"the adapter's tensors are not those of the model, such as {odd[:3]}"
         raise WeightsError(problem, "serve the checkpoint that the trainer trains")
     for name, tensor in tensors.items():
         if name not in pairs and tensor.shape != base[name].shape:
@@ -160,6 +160,6 @@ def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> N
 
 
 def _shape_error(name: str, found: Iterable[int], wanted: Iterable[int]) -> WeightsError:
-    problem = f"an adapter's {name} has shape {tuple(found)}, but the model's is {tuple(wanted)}"
+    problem = f"the adapter's {name} has shape {tuple(found)}, but the model's is {tuple(wanted)}"
     fix = "serve the checkpoint that the trainer trains"
     return WeightsError(problem, fix)

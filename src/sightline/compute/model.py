@@ -66,7 +66,7 @@ def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r}, but torch sees no GPU", 'set device = "cpu" or "auto"')
+        raise ConfigError(f"torch sees no GPU for device {name!r}", 'set device = "cpu" or "auto"')
     return name
 
 

@@ -198,7 +198,7 @@ def _map_memory(root: Path, memory: SharedMemory) -> Flat:
     nbytes = _count_bytes(memory.tensors)
     if memory.device is not None:
         if memory.device.nbytes != nbytes:
-            problem = f"{memory.device.nbytes} bytes of shared memory for weights of {nbytes}"
+            problem = f"shared memory has {memory.device.nbytes} bytes, but the weights {nbytes}"
             raise WeightsError(problem, "publish the version again")
         return _map_device(memory.device)
     path = root / HOST_MEMORY

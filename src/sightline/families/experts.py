@@ -90,7 +90,7 @@ class ExpertRouting:
             routes.shape[1:] != (self.num_layers, self.top_k) or routes.dtype != self.dtype
         ):
             raise Misaligned(
-                f"routes of shape {tuple(routes.shape)} and {routes.dtype}, for a model with "
+                f"routes have shape {tuple(routes.shape)} and {routes.dtype}, but the model has "
                 f"{self.num_layers} layers and {self.top_k} of {self.num_experts} experts",
                 "sample and train with the same checkpoint",
             )
@@ -102,8 +102,8 @@ class ExpertRouting:
         if self._given is None or not self._replays:
             return own
         if (given := self._given[:, layer]).shape != own.shape:
-            problem = f"routes of {len(given)} tokens for {len(own)} tokens"
-            raise Misaligned(problem, "report this with the batch")
+            problem = f"{len(given)} tokens have routes, but the layer computes {len(own)}"
+            raise Misaligned(problem, "this is a bug. Report it with the batch")
         return torch.where(given == self.no_route, own, given.to(own.dtype))
 
     def get_routes(self) -> Routes:

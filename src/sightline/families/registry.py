@@ -258,7 +258,7 @@ def load_serving(model: str | Path, family: Family, takes_updates: bool = True) 
 def write_tiny(name: str, path: Path, seed: int = 0, **options: Any) -> None:
     """Write the small random checkpoint of family `name`. Use the family's tiny.py if it exists."""
     if name not in family_names():
-        raise FamilyError(f"no family {name!r}", f"choose one of {', '.join(family_names())}")
+        raise FamilyError(f"{name!r} is no family", f"choose one of {', '.join(family_names())}")
     if _has_family_file(name, "tiny"):
         write = _import_family_file(name, "tiny").write
     else:

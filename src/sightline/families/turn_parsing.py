@@ -162,7 +162,7 @@ def encode_tool(tool: Any, path: str) -> str:
     try:
         encoded = json.dumps(tool, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise MessageError.at(path, f"not JSON: {error}", "pass plain dicts") from None
+        raise MessageError.at(path, f"this is not JSON: {error}", "pass plain dicts") from None
     check_unicode(encoded, path)
     return encoded
 

@@ -89,7 +89,8 @@ def encode_blank(forward: Forward, device: torch.device) -> Float[Tensor, ""]:
     """Encode the smallest image, because the tower's collectives need every rank."""
     smallest = forward.blank_image()
     if smallest is None:
-        raise FamilyError("images on another rank, and no vision tower here", "report this")
+        problem = "another rank has images, but this rank has no vision tower"
+        raise FamilyError(problem, "this is a bug. Report it")
     patches, grid = smallest
     return forward.encode(patches.to(device), [grid]).sum()
 

@@ -109,7 +109,7 @@ def test_routes_of_another_model_are_refused(forward: Any) -> None:
     with pytest.raises(Misaligned, match="for a model with"):
         routing.use(wrong, replays=True)
     routing.use(wrong[..., :-1], replays=True)
-    with pytest.raises(Misaligned, match="routes of 5 tokens for 4 tokens"):
+    with pytest.raises(Misaligned, match="5 tokens have routes, but the layer computes 4"):
         blocks_of(forward)[0].gate(torch.randn(4, blocks_of(forward)[0].gate.hidden_dim))
 
 

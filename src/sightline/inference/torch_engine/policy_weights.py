@@ -38,7 +38,7 @@ class PolicyWeights:
         lora.check_fits(self._own, adapter, tensors)
         for name in adapter.scales:
             if not isinstance(self._find_layer(name), nn.Linear):
-                raise WeightsError(f"an adapter of {name}", "adapt only linear layers")
+                raise WeightsError(f"{name} cannot have an adapter", "adapt only linear layers")
         trained = frozenset(tensors.keys() & self._own.keys())
         key = (adapter.base, adapter.dtype, trained)
         if self._verified != key:
