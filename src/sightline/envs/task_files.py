@@ -137,7 +137,7 @@ def open_tasks(
 def check_fractions(path: str | Path, eval_fraction: float, sft_fraction: float) -> None:
     if not (eval_fraction >= 0 and sft_fraction >= 0 and eval_fraction + sft_fraction <= 1):
         raise ConfigError(
-            f"{path}: eval_fraction = {eval_fraction} and sft_fraction = {sft_fraction}",
+            f"{path}: {eval_fraction=} and {sft_fraction=} are not fractions of the rows",
             "choose fractions from 0 to 1 whose sum is at most 1",
         )
 

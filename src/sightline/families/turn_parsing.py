@@ -176,4 +176,4 @@ def check_depth(value: Any, path: str, most: int = MAX_TOOL_DEPTH) -> None:
         level = list({id(v): v for v in nested}.values())  # each once, even in a cycle
         if not level:
             return
-    raise MessageError.at(path, f"nested deeper than {most} levels", "flatten the schema")
+    raise MessageError.at(path, f"it is nested deeper than {most} levels", "flatten the schema")

@@ -160,14 +160,14 @@ _EXIF_WHOLE_NUMBERS = {1: "B", 3: "H", 4: "I"}
 
 def _broken(format_name: str, problem: str) -> MediaRefused:
     return MediaRefused(
-        f"truncated or broken {format_name}: {problem}",
+        f"the {format_name} is truncated or broken: {problem}",
         "send the whole file, or save the image again with a program that can open it",
     )
 
 
 def _over_budget(format_name: str, what: str, limit: int) -> MediaRefused:
     return MediaRefused(
-        f"{format_name} with more than {limit} {what}, the limit",
+        f"the {format_name} has more than {limit} {what}, the limit",
         "save the image again with another program",
     )
 

@@ -68,7 +68,7 @@ def check_features(batch: MicroBatch, num_features: int, family: Family) -> None
     wanted = sum(len(family.feature_offsets(entry.item)) for entry in batch.items)
     if num_features != wanted:
         raise Misaligned(
-            f"{_describe_images(batch)}: {num_features} features for {wanted} visual tokens",
+            f"{_describe_images(batch)}: {num_features} features cannot fill {wanted} pads",
             "the family's num_tokens and its vision tower disagree",
         )
 

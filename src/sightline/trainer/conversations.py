@@ -246,7 +246,7 @@ class _PlaceholderResolver:
     def put(self, source: Any) -> MediaRef:
         if isinstance(source, Path):
             if not source.is_file():
-                raise MediaError(f"no image at {source}", "put it there, or fix the row")
+                raise MediaError(f"there is no image at {source}", "put it there, or fix the row")
             with open_file(source) as file:
                 source = file.read(16)
         is_video = isinstance(source, bytes) and find_video_mime(source) is not None

@@ -84,7 +84,7 @@ def test_patches_and_features_are_counted_against_grids_and_pads(
     for wrong in (patches[1:], None):
         with pytest.raises(Misaligned, match=f"step 3, image {name}.* patches were made"):
             check_patches(packed, wrong)
-    with pytest.raises(Misaligned, match=f"{name}.*: {num + 1} features for {num} visual tokens"):
+    with pytest.raises(Misaligned, match=f"{name}.*: {num + 1} features cannot fill {num} pads"):
         check_features(packed, num + 1, family)
 
 
