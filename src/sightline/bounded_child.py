@@ -35,7 +35,7 @@ def die_with_parent() -> None:
 
 
 def limit_cpu(seconds: int) -> None:
-    """Let the kernel end this process after it has used this much more processor time."""
+    """Let the kernel end this process after `seconds` more of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))

@@ -45,7 +45,7 @@ def load_named(
         for key, value in args.items():
             low = 1e-300 if key.split("_")[0] in ("beta", "divisor", "num", "temperature") else 0
             if isinstance(value, int | float) and not low <= value < float("inf"):
-                problem = f"{setting} = {name!r}: {key} must not be {value}"
+                problem = f"{setting} = {name!r}: {key} = {value} is out of range"
                 raise ConfigError(problem, "set a positive number")
         return built_in[name]
     if ":" not in name:

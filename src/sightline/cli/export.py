@@ -1,6 +1,6 @@
 """`sightline export`: write a run's checkpoint for transformers and vLLM.
 
-Exports the newest complete checkpoint of a run, or the given one.
+Export the newest complete checkpoint of a run, or the given one.
 """
 
 from __future__ import annotations

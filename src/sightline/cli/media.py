@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_listen_options(serve, 8100)
     serve.add_argument("--max-gb", type=float, default=None, metavar="GB",
                        help="size limit of the folder in GB; uploads beyond it, or that would "
-                       "leave less than 1 GiB free on the disk, are answered with 507")  # fmt: skip
+                       "leave less than 1 GiB free on the disk, get status 507")  # fmt: skip
     serve.add_argument("--control-token", default="", metavar="REF",
                        help="reference to the token for storing weights and checkpoints and for "
                        "`media gc` (default: --token)")  # fmt: skip

@@ -1,6 +1,6 @@
 """`sightline rl`: train with reinforcement learning.
 
-Starts all processes of the run file and trains. Append settings as section.key=value.
+Start all processes of the run file and train. Append settings as section.key=value.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def load_model(
 ) -> Forward:
     """Load a checkpoint. `exact` is the device and dtype of exact arithmetic (`[model] exact`).
 
-    A family that checks the loaded model tries the KV cache of `engine`, too.
+    A family that checks the loaded model also tests the KV cache of `engine`.
     """
     transformers_logging.disable_progress_bar()
     # By default cuDNN rounds float32 convolutions to TF32, which changes logprobs by 1e-4.

@@ -113,7 +113,7 @@ class Dataset(Environment):
         row, messages = self._read(task, put)
         column = self.demonstration_column or self.answer
         if row.get(column) in (None, []):
-            raise self._locate(task, column, "it is missing")
+            raise self._locate(task, column, "the row has no value in this column")
         value, accepts_list = row[column], self.reward in ("exact", "fuzzy", "ocr", "math")
         is_text = isinstance(value, str) or accepts_list and not isinstance(value, dict)
         is_number = isinstance(value, int | float) and self.reward != "choice"

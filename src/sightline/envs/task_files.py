@@ -420,7 +420,8 @@ def _get_path_below(folder: Path, name: str, where: str) -> Path:
     try:
         path = (root / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, or a cycle of links
-        raise MediaRefused(f"{where}: invalid path {name[:80]!r}: {error}", "fix it") from error
+        fix = "use a path without null bytes, relative to the file's folder"
+        raise MediaRefused(f"{where}: invalid path {name[:80]!r}: {error}", fix) from error
     if not path.is_relative_to(root):
         raise MediaRefused(
             f"{where}: {name!r} is outside {folder}", "keep images below the folder of the file"

@@ -47,7 +47,7 @@ class PixelSettings(BaseProcessorSettings):
     resample: int = 3
     """Pillow's resampling filter. 3 is bicubic."""
     rescale: float | None = 1 / 255
-    """None if the checkpoint does not rescale."""
+    """The rescale factor; None if the checkpoint does not rescale."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 

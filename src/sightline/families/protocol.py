@@ -107,7 +107,7 @@ class Family(ABC):
     """False for a text-only checkpoint."""
     model_class: str = ""
     """The checkpoint's transformers class in the generic family. Empty in other families."""
-    video_refusal: str = "this model family shows no videos"
+    video_refusal: str = "this model family accepts no videos"
     """Why videos cannot be shown. Empty if they can."""
     tensor_plan: TensorPlan = {}
     """Which modules tensor parallelism divides. Empty if it is not supported."""

@@ -259,7 +259,7 @@ def _find_share(file: RunFile, model: ModelMemory, memory: int) -> float:
 
 
 def find_fix(file: AnyRun, memory: int, on_gpu: bool = True) -> str:
-    """Return the settings with which the run fits."""
+    """Return settings that make the run fit."""
     removed, added = [], []
     for section, name, value in SAVERS:
         settings = getattr(file, section, None)

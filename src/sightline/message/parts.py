@@ -57,7 +57,7 @@ class VideoPart(
         ascends = all(a < b for a, b in itertools.pairwise([-math.ulp(0.0), *times, math.inf]))
         if self.frames and not ascends:
             raise MessageError(
-                f"the times of frames do not increase: {times[:8]}", "pass times from 0 upwards"
+                f"the times of frames do not increase: {times[:8]}", "pass increasing times from 0"
             )
 
     @property

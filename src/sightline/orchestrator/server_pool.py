@@ -8,7 +8,7 @@
       a server waits to adopt while half of those ready do        unblocked by: them, a timeout
       the run ends: no server was ready for `outage_timeout_s`
 
-Every server is leased to the run and adopts the newest version before it serves, also when it
+Every server is leased to the run and adopts the newest version before it serves, even when it
 returns after a failure. Updates are rolling, so a slow server does not delay the others.
 """
 

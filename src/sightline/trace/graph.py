@@ -186,7 +186,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
 
 
 def _has_same_slots(node: Node, start: int, slots: Sequence[Slot], first: int) -> bool:
-    """Return whether the slots of `node`, shifted by `start`, equal `slots` from `first` on."""
+    """Return whether the slots of `node`, shifted by `start`, equal `slots[first:]`."""
     after = first + len(node.slots)
     if after < len(slots) and slots[after].offset < start + len(node.token_ids):
         return False

@@ -88,7 +88,7 @@ class Turn:
 
         `pixel_digests` has one entry per slot of the whole prompt. It is None if the engine does
         not report digests. `message` is the parsed completion. `routes` are those of the tokens
-        from `routes_from` on, at least to the one before the last. Errors do not change the trace.
+        starting at `routes_from`, at least to the one before the last. Errors change nothing.
         """
         completion = list(completion_ids)
         take_routes = self._build_route_slices(len(completion), routes)

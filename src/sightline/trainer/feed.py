@@ -145,7 +145,7 @@ class ReadyBatch:
                 if place + 1 in places and self.micro_batches[place + 1].made is None:
                     ready.pixels.start(self.micro_batches[place + 1].batch)
                 yield place, replace(ready, made=patches)
-            finally:  # also if an out-of-memory error ends the iteration
+            finally:  # even if an out-of-memory error ends the iteration
                 del patches
                 ready.pixels.release(ready.batch)
 

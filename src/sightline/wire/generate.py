@@ -154,8 +154,8 @@ class Choice(msgspec.Struct, frozen=True):
     logprobs: Logprobs | None = None
     weight_versions: list[VersionSpan] | None = None
     routes: Array | None = None
-    """The experts of each token from `routes_from` on, except the last one, which the engine has
-    not computed: (tokens, layers, experts per token). None for a model without experts."""
+    """The experts of each token starting at `routes_from`, except the last one, which the engine
+    has not computed: (tokens, layers, experts per token). None for a model without experts."""
 
 
 class SightlineFields(msgspec.Struct, frozen=True):

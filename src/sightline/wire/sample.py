@@ -104,7 +104,7 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: list[Sample]
     schema: int = SAMPLE_SCHEMA
     replayed: list[str] = []
-    """Ids of groups that an earlier batch has trained, too."""
+    """Ids of groups that an earlier batch has also trained."""
 
     def __post_init__(self) -> None:
         check_schema(self.schema, SAMPLE_SCHEMA, "batch", OLDEST_SCHEMA)

@@ -52,7 +52,7 @@ def test_text_only_model_is_refused_for_an_image_environment(refuse, tmp_path: P
     text_only = tmp_path / "text_only"
     write_tiny("qwen_vl", text_only, seed=0, type="qwen3")
     message = refuse(model=text_only)
-    assert "'color_codeword' shows images" in message and "has no vision tower" in message
+    assert "'color_codeword' has images" in message and "has no vision tower" in message
     assert "choose a vision-language checkpoint" in message
 
 

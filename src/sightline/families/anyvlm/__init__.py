@@ -71,7 +71,7 @@ def load_findings(path: Path) -> Findings:
             return findings
     if not installed:
         raise FamilyError(
-            f"{path} has not been tried yet, and transformers is not installed here",
+            f"{path} has not been tested yet, and transformers is not installed here",
             "run `sightline check` with this [model] path where transformers is installed. It "
             f"writes {FILE} into the folder",
         )

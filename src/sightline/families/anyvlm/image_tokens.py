@@ -166,7 +166,7 @@ class ImageTokens:
             return None
         if "pixel_values" not in result[0]:
             names = ", ".join(sorted(result[0]))
-            raise FamilyError(f"its processor makes {names}, not pixel_values", UNSUPPORTED)
+            raise FamilyError(f"its processor returns {names}, not pixel_values", UNSUPPORTED)
         return result
 
     def find_rule(self, findings: Findings) -> Findings:
@@ -176,7 +176,7 @@ class ImageTokens:
         for rule, settings in find_candidates(self.processor):
             expansions = self._learn(rule, settings, findings.pad)
             if not expansions:
-                problem = f"its processor refuses every image that was tried: {self._refusal}"
+                problem = f"its processor rejects every image tested: {self._refusal}"
                 fix = "fix the settings in preprocessor_config.json and processor_config.json"
                 raise FamilyError(problem, fix)
             fields = {"rule": rule, "rule_settings": settings, "merge": settings.get("merge", 1)}

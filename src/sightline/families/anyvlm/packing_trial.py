@@ -53,7 +53,7 @@ _SAME = (
     "packed, as a tree and decoded with a KV cache, its layers compute the same as for each "
     "sequence alone"
 )
-_LATER = "and its weights will be tried when they are loaded"
+_LATER = "and its weights will be tested when they are loaded"
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def process(processor: Any, image: Image.Image) -> tuple[dict[str, np.ndarray], 
     texts = outputs.pop("text_replacement_offsets")
     if [len(parts) for parts in texts] != [1]:
         counts = ", ".join(str(len(parts)) for parts in texts)
-        raise ValueError(f"from one prompt with one image it makes prompts with {counts} images")
+        raise ValueError(f"from one prompt with one image it returns prompts with {counts} images")
     ((replaced,),) = texts
     names = [name for name in outputs if name not in processor.tokenizer.model_input_names]
     arrays = {name: to_array(outputs[name]) for name in names if "token_type" not in name}
@@ -273,8 +273,8 @@ def make_rows(path: Path, findings: Findings, image: Image.Image) -> np.ndarray:
             array = array[: shape[0] * shape[1]]
         if array.shape[1:] != spec.shape or array.dtype.name != spec.dtype:
             raise Misaligned(
-                f"the processor made {spec.name} of {array.dtype} {array.shape}, but the trials "
-                f"found {spec.dtype} {spec.shape} for each entry",
+                f"the processor returned {spec.name} of {array.dtype} {array.shape}, but the "
+                f"trials found {spec.dtype} {spec.shape} for each entry",
                 "install the same transformers in every environment of the run",
             )
         if not spec.is_ones:

@@ -150,7 +150,7 @@ class AnyVLMFamily(Family):
         rows = make_rows(self.path, self.findings, image)
         if len(rows) != math.prod(layout.grid):
             raise Misaligned(
-                f"the processor made {len(rows)} rows of an image of {image.width}x{image.height}, "
+                f"the processor returned {len(rows)} rows of a {image.width}x{image.height} image, "
                 f"but the rule of the trials says {math.prod(layout.grid)}",
                 f"delete {self.path / FILE}, and report the size as a bug",
             )

@@ -49,7 +49,7 @@ class PolicyWeights:
 
     @torch.no_grad()
     def adopt(self, adapter: Adapter | None, tensors: NamedTensors) -> bool:
-        """Put a checked version into the model. Return whether the operations changed, too."""
+        """Put a checked version into the model. Return whether the operations also changed."""
         for name in self._own.keys() & tensors.keys():
             self._own[name].copy_(tensors[name])
         scales = {} if adapter is None else adapter.scales

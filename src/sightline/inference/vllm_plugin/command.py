@@ -149,7 +149,7 @@ def exec_vllm(spec: ServerSpec) -> None:
     die_with_parent()
     sys.stdout.flush()
     environ = build_vllm_environ(inference.device, spec.num_threads)
-    if inference.token:  # vLLM's own routes require it, too
+    if inference.token:  # vLLM's own routes also require it
         environ["VLLM_API_KEY"] = resolve_secret(inference.token, "--token")
     os.execve(words[0], words, environ)
 

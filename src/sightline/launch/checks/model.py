@@ -82,8 +82,7 @@ def find_family(config: RunFile | SftFile) -> Family:
     check_parallel(family, path, config.trainer, config.model.exact)
     if shows_media and not family.shows_media:
         raise ConfigError(
-            f"{shown_by} shows images, but [model] path = {config.model.path!r} has no vision "
-            "tower",
+            f"{shown_by} has images, but [model] path = {config.model.path!r} has no vision tower",
             "choose a vision-language checkpoint, or conversations without images",
         )
     if not any(path.glob("*.safetensors")):
@@ -143,7 +142,7 @@ def check_token_ids(model: ModelConfig, family: Family) -> None:
             token_ids = {rendered.token_ids[offset] for offset in offsets}
             if not token_ids <= set(family.slot_token_ids):
                 raise FamilyError(
-                    f"{path}: the chat format shows an image with the tokens {sorted(token_ids)}, "
+                    f"{path}: the chat format writes an image as the tokens {sorted(token_ids)}, "
                     f"but config.json names {list(family.slot_token_ids)}",
                     fix,
                 )

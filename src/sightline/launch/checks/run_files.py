@@ -219,4 +219,4 @@ def check_orphans(run_dir: RunDir, status: RunStatus) -> Iterator[Finding]:
         orphans[name].append(pid)
     for name, pids in orphans.items():
         problem = f"{len(pids)} processes of {name} run without their launcher"
-        yield Finding(problem, f"kill -9 {' '.join(map(str, pids))}    # a resume kills them, too")
+        yield Finding(problem, f"kill -9 {' '.join(map(str, pids))}    # a resume also kills them")

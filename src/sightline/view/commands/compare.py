@@ -1,7 +1,7 @@
 """`sightline compare`: compare two runs.
 
-Prints the settings that differ and the results of both runs. `sightline view RUN RUN` compares
-their curves.
+Print the settings that differ and the results of both runs. To compare their curves, use
+`sightline view RUN RUN`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`sightline samples`: write rollouts as parquet files, with their images.
 
-Writes samples/step_N.parquet of a run: one row per rollout, with each image once. `--best` and
+Write samples/step_N.parquet of a run: one row per rollout, with each image once. `--best` and
 `--min-reward` select rollouts.
 """
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-image-mb", type=float, default=16.0,
-        help="most megabytes of images per rollout (%(default)s)",
+        help="maximum MB of images per rollout (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--best",

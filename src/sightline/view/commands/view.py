@@ -1,7 +1,7 @@
 """`sightline view`: show runs in a browser.
 
-Serves a dashboard of run directories, live or finished. It answers only this machine, unless --host
-names another address, which requires a token.
+Serve a dashboard of run directories, live or finished. It answers only this machine, unless --host
+sets another address, which requires a token.
 """
 
 from __future__ import annotations
