@@ -62,7 +62,7 @@ def describe_command(
                 "\n".join(f"| `{action}` | {help_text} |" for action, help_text in helps.items())
                 + "\n"
             )
-            yield "For options, see `sightline bench NAME --help`. "
+            yield "For options, see `sightline bench NAME --help`."
             yield "[Benchmarks](benchmarks.md) lists the sizes.\n"
             continue
         for action, child in group.choices.items():

@@ -77,7 +77,7 @@ def choose_format(
         if difference := _find_difference(renderer, template):
             differences.append(f"{kind.format_name}: {difference}.")
             continue
-        renderer.format_reason = "it writes the tokens of the folder's chat template"
+        renderer.format_reason = "it produces the same tokens as the folder's chat template"
         if renderer.video_mark and not renderer.video_refusal:
             renderer.video_refusal = _find_video_difference(renderer, template) or ""
         return renderer

@@ -88,7 +88,7 @@ def test_checkpoint_template_selects_the_format_quickly(
     began = time.process_time()
     renderer: Any = load_renderer(folder(kind), store)
     assert time.process_time() - began < 0.3
-    why = "because it writes the tokens of the folder's chat template"
+    why = "because it produces the same tokens as the folder's chat template"
     assert f"chat format: {name}, {why}" in renderer.describe()
 
 
