@@ -5,8 +5,8 @@
     PREFIX/.gc               exists while gc removes a batch of images
 
 All times are from the store's clock. An object store has no locks for gc and writers. A writer that
-finds its image in the store therefore writes it again, waits for a removal in progress, and checks
-that the image exists. gc announces itself, and then checks the age of each image again before it
+finds its image in the store therefore writes it again. It waits for a removal in progress, and
+checks that the image exists. gc announces itself. It checks the age of each image again before it
 removes the image. An old announcement belongs to a killed gc.
 """
 

@@ -66,7 +66,7 @@ def test_every_kind_of_misalignment_is_named(
         (with_slots(packed, first, Slot(offset + 1, length, item)), "over another's"),
         (with_slots(packed, first, Slot(-1, length, item)), "over another's"),
         (with_slots(packed, Slot(len(packed.token_ids) - 1, length, item)), "past the .* tokens"),
-        (with_slots(packed, Slot(offset, length, 99)), "a slot of image 99"),
+        (with_slots(packed, Slot(offset, length, 99)), "a slot names image 99"),
     ):
         with pytest.raises(Misaligned, match=problem):
             check(wrong, tiny_model, store)

@@ -1,8 +1,8 @@
 """The weights trial, which compares our computations with the whole model's own forward pass.
 
 It runs after the weights are loaded. A short conversation is computed alone, packed and as a tree.
-A long one is computed together with a row of a few tokens, in one pass and, in an engine, with the
-engine's KV cache: prefilled in two steps, and then decoded token by token.
+A long one is computed together with a row of a few tokens in one pass. An engine also computes it
+with its KV cache: it prefills in two steps, and then decodes token by token.
 """
 
 from __future__ import annotations
