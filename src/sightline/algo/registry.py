@@ -1,7 +1,7 @@
 """Load the functions of a run's algorithm, and check them before anything starts.
 
 A setting names a built-in function, or one of your own as "module:function". Its keyword arguments
-are checked against its signature. A function from outside the package is also tried on a small
+are checked against its signature. A function from outside the package is also tested on a small
 batch: a wrong shape is then an error that names the setting, and not a failed step.
 """
 

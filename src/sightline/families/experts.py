@@ -178,7 +178,7 @@ def weigh(router: Any, logits: Float[Tensor, "tokens all"], chosen: Choice) -> T
 def _is_known(router: Any) -> bool:
     """Return whether `weigh` gives a router's own choice the weights that the router gives it.
 
-    A copy with drawn values is tried, because the router may be on the meta device.
+    A copy with drawn values is tested, because the router may be on the meta device.
     """
     try:
         trial = copy.deepcopy(router).to_empty(device="cpu")

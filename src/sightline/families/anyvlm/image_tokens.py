@@ -2,7 +2,7 @@
 
 Environment workers do not have transformers, so they compute token counts from sizes with a rule in
 `layout`. The counters in transformers do not return the marks and the grid that a prompt needs, and
-some are wrong, so the processor itself runs for every size that is tried.
+some are wrong, so the processor itself runs for every tested size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES: tuple[Size, ...] = (
 )  # fmt: skip
 """Widths and heights for which a rule must match the processor."""
 NUM_DRAWN = 100
-"""The number of random sizes that are also tried."""
+"""The number of random sizes that are also tested."""
 MAX_SMALL_SIDE = 64
 """The longest short side for which a rule may be wrong. Such images are then refused."""
 MAX_REFUSED = 12

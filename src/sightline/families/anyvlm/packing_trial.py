@@ -2,9 +2,9 @@
 
 The trial builds one layer of each kind from the model's code, with random weights. It runs two
 sequences (with images, if the model accepts them) in five ways: each alone, as padded rows with the
-model's own attention, packed into one row, as a tree, and decoded with a KV cache. A
-third sequence is much longer than the others. The trial does not read the checkpoint's weights. It
-shortens windows and chunks so that the sequences exceed them.
+model's own attention, packed into one row with causal attention, as a tree, and decoded with a KV
+cache. A third sequence is much longer than the others. The trial does not read the checkpoint's
+weights. It shortens windows and chunks so that the sequences exceed them.
 """
 
 from __future__ import annotations

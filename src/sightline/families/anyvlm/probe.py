@@ -332,7 +332,7 @@ TEXT_TRIALS = ("model class", "packing", "chat template")
 
 
 def run_trials(path: Path) -> ProbeAnswer:
-    """Run all trials. transformers' warnings about the tried images are hidden."""
+    """Run all trials. transformers' warnings about the test images are hidden."""
     processors.load_processor.cache_clear()  # files may have changed
     checkpoint = Checkpoint(path)
     findings = Findings(source=digest_sources(path), transformers=find_version("transformers"))

@@ -1,4 +1,4 @@
-"""The family of a tried checkpoint, which lays out images with the rule that the trials found.
+"""The family of a tested checkpoint, which lays out images with the rule that the trials found.
 
 An image is stored as the exact bytes of the processor's arrays: one row per entry, with the entry's
 bytes from each array in order. transformers is imported only to compute pixels.
