@@ -24,8 +24,8 @@ def build_command(file: Path, *args: str, cpu_s: int, memory_bytes: int) -> list
     """Return the command of a child of this process. A limit of 0 is not set."""
     limits = (os.getpid(), cpu_s, memory_bytes)
     # -P: a file of the working directory must not replace a module.
-    words = [sys.executable, "-P", "-m", "sightline.bounded_child", *map(str, limits)]
-    return [*words, str(file), *args]
+    command = [sys.executable, "-P", "-m", "sightline.bounded_child", *map(str, limits)]
+    return [*command, str(file), *args]
 
 
 def die_with_parent() -> None:

@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split", default="eval", choices=("eval", "train"), help="default: %(default)s"
     )
-    for name, (kind, words) in SETTINGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=words)
+    for name, (kind, help_text) in SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=help_text)
     parser.add_argument(
         "--max-concurrent", type=int, default=32, help="concurrent rollouts; default: %(default)s"
     )

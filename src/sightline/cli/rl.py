@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.resume:
         runs = training.expand_sweep(RunFile, path, overrides)
     if path.is_file() or not args.resume:
-        clusters = {load_config(RunFile, path, words).launch.on for words in runs}
+        clusters = {load_config(RunFile, path, run).launch.on for run in runs}
     # Imported after the settings are valid, because it loads torch and takes seconds.
     from sightline.launch.jobs import RlJob
 
@@ -61,6 +61,6 @@ def run(args: argparse.Namespace) -> int:
         )
     from sightline.launch.submit import submit_run
 
-    for words in runs:
-        submit_run(path, words, args.resume, dry_run=args.dry_run, output=args.output)
+    for run in runs:
+        submit_run(path, run, args.resume, dry_run=args.dry_run, output=args.output)
     return 0

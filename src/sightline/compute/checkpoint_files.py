@@ -56,8 +56,8 @@ class CheckpointParameters(Mapping[str, Tensor]):
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        wanted, tensor = self._own[name].shape, self._opened[name]
-        return tensor.transpose(-1, -2) if is_transposed(tensor.shape, wanted) else tensor
+        shape, tensor = self._own[name].shape, self._opened[name]
+        return tensor.transpose(-1, -2) if is_transposed(tensor.shape, shape) else tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)

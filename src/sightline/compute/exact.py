@@ -284,9 +284,9 @@ def _try_images(forward: Forward, device: torch.device) -> None:
     """Raise unless an image has the same features alone and in a batch."""
     if (blank := forward.blank_image()) is None or device.type == "cpu":
         return
-    (one, values), (_, high, wide) = blank[0].shape, blank[1]
+    (num_patches, values), (_, high, wide) = blank[0].shape, blank[1]
     grids = [(1, high * rows, wide * columns) for rows, columns in TRIED_IMAGES]
-    total = one * sum(rows * columns for rows, columns in TRIED_IMAGES)
+    total = num_patches * sum(rows * columns for rows, columns in TRIED_IMAGES)
     drawn = (torch.arange(total * values, device=device).sin() * 127 + 128).to(torch.uint8)
     patches = list(drawn.view(total, values).split([math.prod(grid) for grid in grids]))
     alone = [forward.encode(part, [grid]) for part, grid in zip(patches, grids, strict=True)]

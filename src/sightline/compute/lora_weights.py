@@ -159,7 +159,7 @@ def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> N
             raise WeightsError(f"{name} is adapted by {scale} B A", "publish the version again")
 
 
-def _shape_error(name: str, found: Iterable[int], wanted: Iterable[int]) -> WeightsError:
-    problem = f"the adapter's {name} has shape {tuple(found)}, but the model's is {tuple(wanted)}"
+def _shape_error(name: str, found: Iterable[int], expected: Iterable[int]) -> WeightsError:
+    problem = f"the adapter's {name} has shape {tuple(found)}, but the model's is {tuple(expected)}"
     fix = "serve the checkpoint that the trainer trains"
     return WeightsError(problem, fix)

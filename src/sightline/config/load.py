@@ -122,7 +122,7 @@ def expand_overrides(overrides: Sequence[str]) -> list[list[str]]:
 def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) -> ConfigError:
     errors = error.errors()
     # A renamed key is both unknown and missing. The error for "unknown" is more helpful.
-    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+    first = next((detail for detail in errors if detail["type"] == "extra_forbidden"), errors[0])
     names = [str(part) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")
     fix = getattr(first.get("ctx", {}).get("error"), "fix", "set a valid value")

@@ -70,12 +70,12 @@ class Packing:
 
     @property
     def description(self) -> str:
-        words = {
+        descriptions = {
             "tree": "trees (a prefix that samples share is computed once)",
             "flat": "flat (several sequences in one row, each with its own prefix)",
             "rows": "padded rows (several sequences per forward pass, padded to the longest)",
         }
-        return f"packing: {words[self.kind]}, because {self.reason}"
+        return f"packing: {descriptions[self.kind]}, because {self.reason}"
 
 
 TREE_PACKING = Packing("tree", "every layer takes an attention mask")

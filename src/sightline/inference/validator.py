@@ -151,15 +151,15 @@ class RequestValidator:
     def _check_pads(self, prompt: np.ndarray, slots: list[Slot]) -> None:
         """Raise unless the pads of the prompt are exactly the tokens in the slots."""
         pads = np.where(np.isin(prompt, (self.pad_id, self.video_pad_id)), prompt, -1)
-        wanted = np.full(len(prompt), -1, dtype=prompt.dtype)
+        expected = np.full(len(prompt), -1, dtype=prompt.dtype)
         for slot in slots:
             pad_id = self.pad_id if slot.item.step is None else self.video_pad_id
-            wanted[slot.offset + self.family.feature_offsets(slot.item)] = pad_id
-        if np.array_equal(pads, wanted):
+            expected[slot.offset + self.family.feature_offsets(slot.item)] = pad_id
+        if np.array_equal(pads, expected):
             return
-        at = int(np.flatnonzero(pads != wanted)[0])
-        inside = f"token {int(prompt[at])} is in a slot, where {int(wanted[at])} is expected"
-        where = f"pad {int(prompt[at])} is outside every slot" if wanted[at] < 0 else inside
+        at = int(np.flatnonzero(pads != expected)[0])
+        inside = f"token {int(prompt[at])} is in a slot, where {int(expected[at])} is expected"
+        where = f"pad {int(prompt[at])} is outside every slot" if expected[at] < 0 else inside
         fix = "send the slots that the renderer returned with these tokens"
         raise build_engine_error("pads", f"token_ids[{at}]: {where}", fix)
 

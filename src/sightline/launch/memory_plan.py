@@ -155,9 +155,9 @@ def plan_rank(
             items["published copy"] = itemsize * model.parameters
     # Ranks that divide the tokens encode the images of their own. All of these may train.
     tokens = -(-size.tokens // trainer.context_parallel)
-    shown = min(size.patches, max(tokens * model.patches_per_token, 1))
-    own = MicroBatchSize(tokens, shown, min(size.trained, tokens))
-    steps = plan_activations(file, model, own, itemsize)
+    num_patches = min(size.patches, max(tokens * model.patches_per_token, 1))
+    size_alone = MicroBatchSize(tokens, num_patches, min(size.trained, tokens))
+    steps = plan_activations(file, model, size_alone, itemsize)
     items |= steps
     if model.tower and not model.trains_tower:
         items["feature cache"] = trainer.feature_cache_mb * MIB

@@ -126,10 +126,10 @@ def _check_refs(part: Part, path: str) -> Part:
     for ref, where, is_video in refs:
         _check_type(ref, MediaRef, f"{path}.{where}", "put it into the store and pass its ref")
         if ref.is_video != is_video:
-            actual, wanted = ("a video", "an image") if ref.is_video else ("an image", "a video")
+            actual, expected = ("a video", "an image") if ref.is_video else ("an image", "a video")
             raise MessageError.at(
                 f"{path}.{where}",
-                f"expected {wanted}, got {actual}",
+                f"expected {expected}, got {actual}",
                 "send images as image parts, and videos as parts of type video_url",
             )
     return part

@@ -144,10 +144,10 @@ class PublishedPolicies:
         if foreign:
             label = min(foreign)
             names = {known.version: str(known) for known in sorted(self.known)}
-            ours = names.get(label.version, "nothing")
+            published = names.get(label.version, "nothing")
             raise PolicyMismatch(
                 f"rollout {trace.id} was sampled by the weights {str(label)!r}, which run "
-                f"{self.run} did not publish (it published {ours} as version {label.version})",
+                f"{self.run} did not publish (it published {published} as version {label.version})",
                 "make sure that nothing else changes the weights of this run's servers, then "
                 "resume. The run did not train on that rollout",
             )

@@ -88,10 +88,10 @@ class InferenceEngine(ABC):
             )
         check_release(str(health.get("release", "")), where)
         expected = {"fingerprint": family.fingerprint, "engine": config.inference.engine}
-        for name, ours in expected.items():
-            if health[name] != ours:
+        for name, value in expected.items():
+            if health[name] != value:
                 raise ConfigError(
-                    f"{where} has {name} {health[name]!r}, but the run has {ours!r}"
+                    f"{where} has {name} {health[name]!r}, but the run has {value!r}"
                     + (f". Its settings are {health['settings']}" if name == "fingerprint" else ""),
                     "serve the checkpoint of [model] path with the same settings, or change the "
                     "run's",

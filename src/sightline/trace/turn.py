@@ -128,11 +128,11 @@ class Turn:
         if routes is None:
             return lambda start, stop: None
         start = self._branch_point.start
-        wanted = len(self.prompt_ids) + num_sampled - 1 - self.routes_from
-        if routes.ndim != 3 or len(routes) < wanted:
+        num_expected = len(self.prompt_ids) + num_sampled - 1 - self.routes_from
+        if routes.ndim != 3 or len(routes) < num_expected:
             raise Misaligned(
-                f"turn of trace {self._graph.id}: {wanted} tokens starting at {self.routes_from} "
-                f"have routes of shape {routes.shape}",
+                f"turn of trace {self._graph.id}: {num_expected} tokens starting at "
+                f"{self.routes_from} have routes of shape {routes.shape}",
                 "the engine must report the experts of every token that it computed",
             )
         if start == 0:  # no token led to the first one

@@ -180,8 +180,8 @@ def open_media_store(args: argparse.Namespace) -> MediaStore:
     run_file = load_run_file(args)
     media = MediaConfig() if run_file is None else run_file.media
     root = media.root if args.media is None else args.media
-    own = args.file.absolute().parent.parent / "media"
-    return open_store(root or own, **media.store_options())
+    run_store = args.file.absolute().parent.parent / "media"
+    return open_store(root or run_store, **media.store_options())
 
 
 def load_model(args: argparse.Namespace) -> tuple[Family, Renderer]:

@@ -96,17 +96,17 @@ def try_packing(path: Path, config: Any, findings: Findings) -> tuple[str, str]:
 
     Return why sequences need padded rows, or "", and why they may share a row otherwise.
     """
-    words, is_more = describe_layers(config)
+    description, is_more = describe_layers(config)
     try:
         model = build_tried_model(config)
         difference = None if model is None else find_difference(path, model, findings)
     except FOREIGN as error:
-        return words, f"a trial of its layers fails ({first_line(error)}), {_LATER}"
+        return description, f"a trial of its layers fails ({first_line(error)}), {_LATER}"
     if difference is None:
-        return words, f"its layers are too large for a trial of their own, {_LATER}"
+        return description, f"its layers are too large for a trial of their own, {_LATER}"
     if difference:
-        return f"{words or 'its layers are more than causal attention'}: {difference}", ""
-    return words if is_more else "", _SAME
+        return f"{description or 'its layers are more than causal attention'}: {difference}", ""
+    return description if is_more else "", _SAME
 
 
 def describe_layers(config: Any) -> tuple[str, bool]:

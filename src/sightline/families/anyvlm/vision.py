@@ -66,7 +66,7 @@ class AnyVLMFamily(Family):
 
     def expansion(self, width: int, height: int) -> Expansion:
         """Return the prompt text for an image of this size. Raise MediaRefused if there is none."""
-        count, words = RULES[self.findings.rule]
+        count, description = RULES[self.findings.rule]
         if min(width, height) < self.findings.min_side:
             raise MediaRefused(
                 f"an image of {width}x{height} has a side shorter than {self.findings.min_side} "
@@ -88,8 +88,8 @@ class AnyVLMFamily(Family):
         expansion = self._expansions.get(shape)
         if expansion is None:
             raise MediaRefused(
-                f"an image of {width}x{height} becomes {shape[0]}x{shape[1]} ({words}), a layout "
-                "that the trials did not see",
+                f"an image of {width}x{height} becomes {shape[0]}x{shape[1]} ({description}), "
+                "a layout that the trials did not see",
                 "crop it, or split it into several images",
             )
         if self.findings.rule == "tiles_of_large":

@@ -223,12 +223,12 @@ class WeightsTrial:
         masks = [np.isin(tokens, row.pads) for row, tokens in parts]
         places, features = np.flatnonzero(np.concatenate(masks)), None
         if len(places):
-            shown = [
+            image_features = [
                 row.features[np.searchsorted(row.pads, tokens[mask])]
                 for (row, tokens), mask in zip(parts, masks, strict=True)
                 if row.features is not None
             ]
-            features = torch.cat(shown)
+            features = torch.cat(image_features)
         ids, axes, at = (torch.from_numpy(x).to(device) for x in (token_ids, along, places))
         return self.forward.hidden(ids[None], axes[:, None], features, at, pattern)[0]
 

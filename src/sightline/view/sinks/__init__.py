@@ -109,5 +109,5 @@ def feed_in_background(
             lines = read_bytes(log_path)[log_start:].decode(errors="replace").splitlines()
             problems = [line for line in lines if line.startswith(PROBLEM_PREFIX)]
             code = process.returncode
-            for words in problems or [f"the sinks' process ended with {code}. See {log_path}"]:
-                on_problem(words)
+            for problem in problems or [f"the sinks' process ended with {code}. See {log_path}"]:
+                on_problem(problem)
