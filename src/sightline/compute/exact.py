@@ -82,8 +82,7 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
 
 def _check_kind(forward: Forward, device: torch.device, dtype: torch.dtype) -> None:
     if dtype not in DTYPES.get(device.type, ()):
-        kind = f"{str(dtype).removeprefix('torch.')} on {device.type}"
-        problem = f"[model] exact = true does not work with {kind}"
+        problem = f"[model] exact = true does not work with {dtype} on {device.type}"
         raise ConfigError(problem, 'set dtype = "bfloat16"')
     convolutions = [m for m in forward.model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
     inside = {id(p) for module in convolutions for p in module.parameters()}

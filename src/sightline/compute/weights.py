@@ -59,8 +59,7 @@ def write_weights(
 ) -> tuple[Path, Manifest]:
     """Publish `tensors` as `root/v<version>`, and return the manifest with its path.
 
-    A version that is recomputed with the same bits keeps its label. With different bits it gets a
-    new epoch.
+    A version recomputed with the same bits keeps its label. Otherwise it gets a new epoch.
     """
     part = root / f".v{version:06d}.part"
     shutil.rmtree(part, ignore_errors=True)

@@ -1,7 +1,6 @@
 """`sightline compare`: compare two runs.
 
-Print the settings that differ and the results of both runs. To compare their curves, use
-`sightline view RUN RUN`.
+Print the settings that differ and the results of both runs. `sightline view RUN RUN` shows curves.
 """
 
 from __future__ import annotations

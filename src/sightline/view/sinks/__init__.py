@@ -71,8 +71,7 @@ def check_sinks(names: Sequence[str]) -> None:
             raise ConfigError(f"there is no sink {name!r}", f"choose from {', '.join(SINKS)}")
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"the sink {name!r} needs the package {name}, which is not installed",
-                f"run `pip install 'sightline-rl[{name}]'`",
+                f"the package {name} is not installed", f"run `pip install 'sightline-rl[{name}]'`"
             )
 
 
