@@ -95,7 +95,7 @@ def _read_numbers(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     if args.prompts and args.rows:
-        raise ConfigError("--prompts and --rows", "give one of them: each is a measurement")
+        raise ConfigError("--prompts and --rows exclude each other", "pass only one of them")
     if args.prompts:
         return _run_prompts(args)
     if args.rows:
@@ -120,7 +120,7 @@ def _run_rows(args: argparse.Namespace) -> int:
     low, high = args.lengths
     if min(args.rows) < 1 or not 1 <= low <= high - args.max_tokens:
         raise ConfigError(
-            f"--rows {args.rows} --lengths {args.lengths} --max-tokens {args.max_tokens}",
+            f"--rows {args.rows} --lengths {args.lengths} --max-tokens {args.max_tokens} is wrong",
             "take 1 row or more, and lengths that have room for the answer",
         )
     cells = []
@@ -151,7 +151,7 @@ def _run_rows(args: argparse.Namespace) -> int:
 
 def _run_prompts(args: argparse.Namespace) -> int:
     if min(args.prompts) < 1:
-        raise ConfigError(f"--prompts {args.prompts}", "take 1 prompt or more")
+        raise ConfigError(f"--prompts {args.prompts} is too small", "take 1 prompt or more")
     cells = []
     with work_folder(args) as folder:
         for count in args.prompts:

@@ -223,5 +223,5 @@ def _screenshot(store: MediaStore, width: int, height: int) -> tuple[MediaRef, d
 def _size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     if not (width.isdigit() and height.isdigit() and int(width) and int(height)):
-        raise ConfigError(f"--sizes {text}", "write WIDTHxHEIGHT, such as 1280x800")
+        raise ConfigError(f"--sizes {text} is not a size", "write WIDTHxHEIGHT, such as 1280x800")
     return int(width), int(height)

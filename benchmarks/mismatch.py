@@ -196,8 +196,8 @@ def read_results(path: Path, size: StudySize) -> list[Result]:
     results = [msgspec.json.decode(line, type=Result) for line in lines]
     if any(result.size != size for result in results):
         raise ConfigError(
-            f"{path} holds runs of another size: {results[0].size}",
-            "name another --out, or take the options that it was begun with",
+            f"{path} holds runs of a different size: {results[0].size}",
+            "choose another --out, or pass the options that it was begun with",
         )
     return results
 

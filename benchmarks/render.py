@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.model and args.tokenizer:
-        raise ConfigError("--model and --tokenizer", "name one: a model has its own tokenizer")
+        raise ConfigError("--model and --tokenizer exclude each other", "pass only one of them")
     with work_folder(args) as folder:
         if args.tokenizer:
             take_tokenizer(args.model, args.tokenizer)

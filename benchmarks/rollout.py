@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.rollouts % 2 or args.agents % 2:
-        problem = f"--rollouts {args.rollouts} --agents {args.agents}"
+        problem = f"--rollouts {args.rollouts} --agents {args.agents} are not both even"
         raise ConfigError(problem, "take even numbers: rollouts come in groups")
     with work_folder(args) as folder:
         measured = measure(args, folder)

@@ -62,8 +62,8 @@ def describe_command(
                 "\n".join(f"| `{action}` | {help_text} |" for action, help_text in helps.items())
                 + "\n"
             )
-            yield "Their options: `sightline bench NAME --help`; smallest and documented sizes: "
-            yield "[benchmarks](benchmarks.md).\n"
+            yield "For options, see `sightline bench NAME --help`."
+            yield "[Benchmarks](benchmarks.md) lists the sizes.\n"
             continue
         for action, child in group.choices.items():
             yield from describe_command(f"{name} {action}", child, helps.get(action, ""), level + 1)

@@ -42,12 +42,12 @@ class Counting(Environment):
     def __post_init__(self) -> None:
         if not 1 <= self.most <= min(9, self.cells * self.cells):
             raise ConfigError(
-                f"counting: most = {self.most} on {self.cells} x {self.cells} cells",
+                f"counting: most = {self.most} is too large for {self.cells} x {self.cells} cells",
                 "count to 9 at the most, and no further than there are cells",
             )
         if self.side < 4 * self.cells:
             raise ConfigError(
-                f"counting: {self.cells} cells in {self.side} pixels",
+                f"counting: {self.cells} cells do not fit in {self.side} pixels",
                 "give a cell 4 pixels or more",
             )
 

@@ -43,7 +43,7 @@ class FrameOrder(Environment):
     def __post_init__(self) -> None:
         if not 2 <= self.colors <= len(COLORS):
             raise ConfigError(
-                f"frame_order: colors = {self.colors}", f"take 2 to {len(COLORS)} of them"
+                f"frame_order: colors = {self.colors} is not allowed", f"set 2 to {len(COLORS)}"
             )
 
     @property

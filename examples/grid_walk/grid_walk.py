@@ -61,8 +61,8 @@ class GridWalk(Environment):
         fields = self.cells * self.cells
         if self.cells < 2 or self.side < 2 * self.cells or not 0 <= self.walls <= fields // 3:
             raise ConfigError(
-                f"grid_walk: {self.walls} walls on {self.cells} x {self.cells} fields in "
-                f"{self.side} pixels",
+                f"grid_walk: {self.walls} walls on {self.cells} x {self.cells} fields do not fit "
+                f"in {self.side} pixels",
                 "take 2 fields a side or more, 2 pixels a field, a third of them walls at the most",
             )
         if self.actions not in ("text", "tool"):

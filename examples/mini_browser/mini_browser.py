@@ -77,13 +77,13 @@ class MiniBrowser(Environment):
     def __post_init__(self) -> None:
         if not 2 <= self.buttons <= len(COLORS) or self.pages < 1 or self.max_turns < 1:
             raise ConfigError(
-                f"mini_browser: {self.buttons} buttons on {self.pages} pages in "
+                f"mini_browser: {self.buttons} buttons on {self.pages} pages do not work in "
                 f"{self.max_turns} turns",
                 f"take 2 to {len(COLORS)} buttons, and at least a page and a turn",
             )
         if self.width < 96 or self.height < 64:
             raise ConfigError(
-                f"mini_browser: a page of {self.width}x{self.height}", "make it 96x64 or larger"
+                f"mini_browser: {self.width}x{self.height} is too small", "make it 96x64 or larger"
             )
         if self.actions not in ("text", "tool"):
             raise ConfigError(

@@ -24,8 +24,8 @@ def build_command(file: Path, *args: str, cpu_s: int, memory_bytes: int) -> list
     """Return the command of a child of this process. A limit of 0 is not set."""
     limits = (os.getpid(), cpu_s, memory_bytes)
     # -P: a file of the working directory must not replace a module.
-    words = [sys.executable, "-P", "-m", "sightline.bounded_child", *map(str, limits)]
-    return [*words, str(file), *args]
+    command = [sys.executable, "-P", "-m", "sightline.bounded_child", *map(str, limits)]
+    return [*command, str(file), *args]
 
 
 def die_with_parent() -> None:
@@ -35,7 +35,7 @@ def die_with_parent() -> None:
 
 
 def limit_cpu(seconds: int) -> None:
-    """Let the kernel end this process after it has used this much more processor time."""
+    """Let the kernel end this process after `seconds` more of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))

@@ -187,7 +187,7 @@ class WeightsGone(WeightsError):
 
 
 class WireError(SightlineError, ValueError):
-    """A message that cannot be read: it has another schema or unknown fields, or is damaged."""
+    """A message that cannot be read: it has a different schema or unknown fields, or is damaged."""
 
 
 CERTIFICATE_FIX = (

@@ -128,7 +128,7 @@ def register_dark() -> None:
         ({"id": "CliffWalking-v1", "kwargs": {"no_such": 1}}, "kwargs"),
         ({"id": "Dark-v0"}, "does not draw pictures"),
         ({"id": "CartPole-v1", "actions": "no_such_module:Parser"}, "no module named"),
-        ({"id": "CartPole-v1", "actions": []}, "name each action"),
+        ({"id": "CartPole-v1", "actions": []}, "list each action"),
         ({"id": "CartPole-v1", "on_malformed": "shout"}, "use one of"),
     ],
 )

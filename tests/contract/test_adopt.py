@@ -250,7 +250,7 @@ def test_weights_in_the_store_are_fetched_checked_and_adopted(
     # The server compares each value in the manifest with the file.
     other = structs.replace(file, sha256="0" * 64)
     eight = structs.replace(seven, version=8)
-    assert "another checksum" in refused_content(client, structs.replace(eight, files=[other]))
+    assert "the checksum differs" in refused_content(client, structs.replace(eight, files=[other]))
     absent = structs.replace(file, parts=("0" * 64,), nbytes=1000)
     assert "is not in the store" in refused_content(client, structs.replace(eight, files=[absent]))
     assert client.get("/health")["version"] == seven.label, "the weights stay"
@@ -292,7 +292,7 @@ def test_shared_weights_equal_weights_from_files(
             memory.write(b"\1")
         error = refused(server, late)
         assert (error.type, error.code) == ("weights", 422)
-        assert "other bits than were announced" in error.message
+        assert "its bits differ from the announced ones" in error.message
         share(7)
         error = refused(server, late)
         assert (error.type, error.code) == ("weights_unavailable", 503)

@@ -141,6 +141,6 @@ def test_mismatched_adapter_is_refused_and_weights_are_kept(
     error = fresh.refused(json.dumps({"manifest": str(path)}).encode(), "/sightline/v1/adopt")
     assert (error.code, error.type) == (422, "weights")
     if fault == "base":
-        assert "another base" in error.message
+        assert "a different base" in error.message
     assert fresh.get("/health")["version"] == "0"
     assert fresh.generate(*prompt, PARAMS).choices == before.choices

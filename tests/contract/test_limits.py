@@ -107,7 +107,7 @@ def test_tools_are_bounded_in_size_and_depth(checkpoint: Checkpoint) -> None:
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(MAX_TOOL_DEPTH):
         deep = {"type": "array", "items": deep}
-    with pytest.raises(MessageError, match=r"tools\[0\]: nested deeper than 64 levels"):
+    with pytest.raises(MessageError, match=r"tools\[0\]: it is nested deeper than 64 levels"):
         renderer.render([user("a")], [tool(**deep)])
 
 

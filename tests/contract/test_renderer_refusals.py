@@ -71,7 +71,7 @@ def test_unsupported_video_is_refused_by_path(checkpoint: Any) -> None:
     with pytest.raises(MessageError, match=r"messages\[0\]\.content\[1\]: a video.*(shows|has) no"):
         checkpoint.renderer.render([user("see ", video([(ref, 0.0), (ref, 1.0)]))])
     if checkpoint.family.shows_media:
-        with pytest.raises(MediaRefused, match="shows no videos"):
+        with pytest.raises(MediaRefused, match="accepts no videos"):
             checkpoint.family.steps(video([(ref, 0.0), (ref, 1.0)]))
 
 

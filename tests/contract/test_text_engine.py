@@ -118,7 +118,7 @@ def test_text_only_adapter_serves_its_merged_weights(
     if client.engine == "vllm" and model.name == "qwen3_moe":  # its files hold each expert apart
         body = msgspec.json.encode(AdoptRequest(str(manifest)))
         error = client.refused(body, "/sightline/v1/adopt")
-        assert "takes no adapters" in error.message
+        assert "accepts no adapters" in error.message
         return
     client.adopt(manifest)
     check_turns(client, learner, load_renderer(model, media), media)
@@ -135,4 +135,4 @@ def test_a_text_only_checkpoint_refuses_an_image_by_path(
     )
     error = client.refused(msgspec.json.encode(request))
     assert error.type == "slots"
-    assert error.message.startswith("features: this checkpoint takes no media")
+    assert error.message.startswith("features: this checkpoint accepts no media")

@@ -157,7 +157,7 @@ def test_server_with_other_serving_settings_is_refused(tmp_path: Path, servers: 
         return done.stderr
 
     assert "has fingerprint" in refused("model.max_pixels=4096")
-    assert "takes 256 tokens" in refused("inference.max_model_len=512")
+    assert "accepts 256 tokens" in refused("inference.max_model_len=512")
     assert "has engine 'torch', the run 'vllm'" in refused("inference.engine=vllm")
     assert "without [media] root" in refused("media.root=")
     assert "which take files" in refused("trainer.publish=broadcast")

@@ -31,7 +31,7 @@ from tests.transformers_types.build import CHANGES, build, build_config, list_na
 
 TRAINS, NATIVE, REFUSED, UNBUILT, ERROR = "trains", "native", "refused", "not tried", "error"
 DEFECTS = (
-    "stopped with", "cannot load", "cannot be loaded", "refuses every image", "the tokenizer lacks",
+    "stopped with", "cannot load", "cannot be loaded", "rejects every image", "the tokenizer lacks",
     "preprocessor_config.json",
 )  # fmt: skip
 """Words of refusals that may be due to the tiny checkpoint instead of the type."""

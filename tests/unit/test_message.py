@@ -86,7 +86,7 @@ def test_text_part_with_extra_fields_is_text(store: MediaStore, part: dict[str, 
 def test_only_an_assistant_message_may_lack_content(
     store: MediaStore, role: str, content: dict[str, Any]
 ) -> None:
-    with pytest.raises(MessageError, match=r"^messages\[0\]\.content: missing or null"):
+    with pytest.raises(MessageError, match=r"^messages\[0\]\.content: it is missing or null"):
         to_messages([{"role": role, **content}], ImageIngestor(store))
     (empty,) = to_messages([{"role": role, "content": ""}], ImageIngestor(store))
     (answer,) = to_messages([{"role": "assistant", **content}], ImageIngestor(store))
@@ -95,7 +95,7 @@ def test_only_an_assistant_message_may_lack_content(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}], ids=str)
 def test_call_with_arguments_that_are_not_json_is_refused(value: Any) -> None:
-    with pytest.raises(MessageError, match=r"^assistant\(\)\[0\]\.arguments: not JSON"):
+    with pytest.raises(MessageError, match=r"^assistant\(\)\[0\]\.arguments: this is not JSON"):
         assistant(tool_calls=[{"name": "click", "arguments": {"x": value}}])
 
 

@@ -110,9 +110,12 @@ def test_invalid_video_is_refused_by_its_path(
         (VideoPart(ref=image), r"\.ref: expected a video, got an image"),
         ({"type": "video"}, r"\.video_url: no URL of the video"),
         ({"type": "video", "frames": []}, r"\.frames: a video needs"),
-        ({"type": "video", "frames": "x"}, r"\.frames: a str"),
-        ({"type": "video", "frames": [3]}, r"\.frames\[0\]: a int"),
-        ({"type": "video", "frames": [{"image": image.url}]}, r"\.frames\[0\]\.seconds: missing"),
+        ({"type": "video", "frames": "x"}, r"\.frames: its type is str"),
+        ({"type": "video", "frames": [3]}, r"\.frames\[0\]: its type is int"),
+        (
+            {"type": "video", "frames": [{"image": image.url}]},
+            r"\.frames\[0\]\.seconds: it is missing",
+        ),
         ({"type": "video", "frames": [{"seconds": 0}]}, r"\.frames\[0\]\.image_url: no URL"),
         (
             {"type": "video", "frames": [{"image": film.url, "seconds": 0}]},
@@ -120,7 +123,7 @@ def test_invalid_video_is_refused_by_its_path(
         ),
         (
             {"type": "video", "frames": [{"image": image.url, "seconds": 1}] * 2},
-            r"\.frames: frames at",
+            r"\.frames: the times of frames",
         ),
     ):
         with pytest.raises(MessageError, match=rf"^messages\[0\]\.content\[1\]{where}"):

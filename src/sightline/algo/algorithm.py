@@ -82,7 +82,7 @@ def _collect_rewards(rollouts: Sequence[Sequence[Sample]]) -> GroupRewards:
         if turns != list(range(num)):
             raise Misaligned(
                 f"rollout {first.trace_id} has {num} turns, and its samples train turns {turns}",
-                "every turn trains in exactly one sample. This is a bug of the orchestrator",
+                "this is a bug in the orchestrator: each turn trains in one sample. Report it",
             )
         num_sampled = sum(len(sample.trained) for sample in samples)
         collected.append((first.reward, num, first.turn_rewards, num_sampled))

@@ -56,7 +56,7 @@ _UNUSED = {
 def load_algorithm(settings: AlgorithmConfig) -> Algorithm:
     """Build the algorithm that `[algorithm]` describes. Loads no torch.
 
-    An algorithm from outside the package is first tried on a small batch.
+    An algorithm from outside the package is first tested on a small batch.
     """
     algorithm_class = load_named(SETTING, settings.name, ALGORITHMS, "Class", settings.args)
     if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, Algorithm)):

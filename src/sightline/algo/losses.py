@@ -221,7 +221,7 @@ class LinearValues(torch.nn.Linear):
 
 
 def load_loss(name: str, args: Mapping[str, Any] | None = None) -> LossFunction:
-    """Load a run's policy loss. One from outside the package is tried on a few tokens first."""
+    """Load a run's policy loss. One from outside the package is tested on a few tokens first."""
     setting = "[algorithm] loss"
     function = load_function(setting, name, LOSSES, args or {}, ("inputs",))
     for num in (6, 0) if name not in LOSSES else ():

@@ -1,7 +1,7 @@
 """Load the functions of a run's algorithm, and check them before anything starts.
 
 A setting names a built-in function, or one of your own as "module:function". Its keyword arguments
-are checked against its signature. A function from outside the package is also tried on a small
+are checked against its signature. A function from outside the package is also tested on a small
 batch: a wrong shape is then an error that names the setting, and not a failed step.
 """
 
@@ -45,7 +45,8 @@ def load_named(
         for key, value in args.items():
             low = 1e-300 if key.split("_")[0] in ("beta", "divisor", "num", "temperature") else 0
             if isinstance(value, int | float) and not low <= value < float("inf"):
-                raise ConfigError(f"{setting} = {name!r}: {key} = {value}", "set a positive number")
+                problem = f"{setting} = {name!r}: {key} = {value} is out of range"
+                raise ConfigError(problem, "set a positive number")
         return built_in[name]
     if ":" not in name:
         raise ConfigError(
@@ -68,7 +69,7 @@ def load_function(
     """
     function = load_named(setting, name, built_in, "function", args)
     if not callable(function):
-        raise ConfigError(f"{setting} = {name!r} is not a function", "name a function")
+        raise ConfigError(f"{setting} = {name!r} is not a function", "set it to a function")
     signature = inspect.signature(function)
     try:
         signature.bind(*parameters, **args)

@@ -59,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.warmup >= args.steps or args.rollouts % args.group_size:
         raise ConfigError(
-            f"--steps {args.steps} --warmup {args.warmup} --rollouts {args.rollouts} "
+            "--steps must be larger than --warmup, and --rollouts a multiple of --group-size",
+            f"change --steps {args.steps} --warmup {args.warmup} --rollouts {args.rollouts} "
             f"--group-size {args.group_size}",
-            "take more steps than the warm-up has, and whole groups",
         )
     name = str(args.model or args.size)
     with work_folder(args) as folder:
@@ -78,8 +78,8 @@ def measure_loop(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     file = run_file(args, folder)
     if len(file.server_names) != 1 or file.trainer.ranks != 1:
         raise ConfigError(
-            f"{len(file.server_names)} servers and {file.trainer.ranks} ranks",
-            "take one of each: their seconds are those of one device",
+            f"the run file sets {len(file.server_names)} servers and {file.trainer.ranks} ranks",
+            "set one of each: the benchmark accounts for the seconds of one device",
         )
     began = time.time()
     run_sightline("rl", folder / "loop.toml", config_module.dump_toml(file), "--plain")

@@ -166,7 +166,7 @@ class StepBench:
             f"{len(samples)} sequences of {num_tokens / len(samples):.0f} tokens with "
             f"{shapes.images} images of {shapes.side}x{shapes.side}, {flops / 1e12:.1f} TFLOP per "
             f"step, {args.dtype}; matrix peak {peak / 1e12:.1f} TFLOP/s",
-            ("", "ms/step", "tokens/s", "TFLOP/s", "of the peak", "peak GiB"),
+            ("", "ms/step", "tokens/s", "TFLOP/s", "share of the peak", "peak GiB"),
             cells,
             width=120,
         )

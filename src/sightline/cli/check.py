@@ -1,7 +1,7 @@
 """`sightline check`: check whether a run can start.
 
-Runs the checks that a run makes at its start, and runs three tasks of an RL run up to their first
-prompt. Prints one line per check. Stops at the first problem and prints a fix.
+Make the checks that a run makes at its start, and run three tasks of an RL run up to their first
+prompt. Print one line per check. Stop at the first problem and print a fix.
 """
 
 from __future__ import annotations

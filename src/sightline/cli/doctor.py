@@ -1,8 +1,8 @@
 """`sightline doctor`: find problems in the installation or in a run.
 
-Without a run, it lists installed packages and the commands that they enable. With a run, it lists
-damaged and missing files, processes that still run, intact files, and the commands to run next. It
-changes nothing, and exits with status 1 if it finds a problem.
+Without a run, list installed packages and the commands that they enable. With a run, list damaged
+and missing files, processes that still run, intact files, and the commands to run next. Change
+nothing, and exit with status 1 if there is a problem.
 """
 
 from __future__ import annotations

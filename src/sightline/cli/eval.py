@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split", default="eval", choices=("eval", "train"), help="default: %(default)s"
     )
-    for name, (kind, words) in SETTINGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=words)
+    for name, (kind, help_text) in SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=help_text)
     parser.add_argument(
         "--max-concurrent", type=int, default=32, help="concurrent rollouts; default: %(default)s"
     )
@@ -109,7 +109,7 @@ def _read_settings(args: argparse.Namespace) -> RunFile:
     if args.run_dir is not None:
         values = load_config(RunFile, args.run_dir / "config.toml").model_dump()
     elif args.env is None:
-        raise ConfigError("no environment given", "name one, or a run with --run")
+        raise ConfigError("no environment given", "pass one, or a run with --run")
     if args.env is not None:
         values["env"] = {"name": args.env, "args": args.env_args}
     options = {name: getattr(args, name) for name in (*SETTINGS, "dtype")}

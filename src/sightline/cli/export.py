@@ -1,6 +1,6 @@
 """`sightline export`: write a run's checkpoint for transformers and vLLM.
 
-Exports the newest complete checkpoint of a run, or the given one.
+Export the newest complete checkpoint of a run, or the given one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def run(args: argparse.Namespace) -> int:
     from sightline.trainer.export import export_training_checkpoint, get_newest_checkpoint
 
     if args.target.exists() and not args.force:
-        raise ConfigError(f"{args.target} already exists", "name another folder, or add --force")
+        raise ConfigError(f"{args.target} already exists", "choose another folder, or add --force")
     is_run = (args.source / "config.toml").is_file()
     run_dir = RunDir(args.source if is_run else args.source.absolute().parents[1])
     if not run_dir.config.is_file():
         raise ConfigError(
             f"{args.source} is neither a run directory nor a checkpoint of a run",
-            "name the folder with config.toml, or its checkpoints/step_N",
+            "pass the folder with config.toml, or its checkpoints/step_N",
         )
     checkpoint = get_newest_checkpoint(run_dir.checkpoints) if is_run else args.source
     settings = config.load_config(detect_file_kind(run_dir.config), run_dir.config)

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     if not re.fullmatch(r"\w[\w-]*", name):
         raise ConfigError(f"{name!r} is not a valid run name", "use letters, digits, _ and -")
     if folder.exists():
-        raise ConfigError(f"{folder} already exists", "name a new folder")
+        raise ConfigError(f"{folder} already exists", "choose a new folder")
     # The suffix keeps the class apart from imported names and keywords.
     words = (word[:1].upper() + word[1:] for word in re.split(r"[-_]+", name))
     class_name = re.sub(r"^(?=\d)", "_", f"{''.join(words)}Env")

@@ -64,21 +64,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         mask_output()
         if os.getcwd() not in sys.path:
             # Like `python -m`, because users keep their environments next to the run file.
             sys.path.insert(0, os.getcwd())
     try:
-        args = parse(words)
+        args = parse(arguments)
         return int(args.run(args) or 0)
     except (SightlineError, ModuleNotFoundError) as error:
         reported = error if isinstance(error, SightlineError) else None
         for cause in (error, error.__cause__):
             if isinstance(cause, ModuleNotFoundError):
                 reported = find_missing_extra(cause) or reported
-        if reported is None or "--debug" in words:
+        if reported is None or "--debug" in arguments:
             raise
         print_error(reported)
         return EXIT_REFUSED
@@ -90,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BROKEN_PIPE
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. Overrides may come before or after options."""
-    parser = build_parser(words)
-    args, rest = parser.parse_known_args(words)
+    parser = build_parser(arguments)
+    args, rest = parser.parse_known_args(arguments)
     if any(not OVERRIDE.match(word) for word in rest) or (rest and not hasattr(args, "overrides")):
         hint = next((HINTS[word] for word in rest if word in HINTS), "")
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
@@ -102,10 +102,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def build_parser(words: Sequence[str] | None = None) -> Parser:
+def build_parser(arguments: Sequence[str] | None = None) -> Parser:
     """Build the parser for all commands.
 
-    With `words`, only the command that they start with is imported. The list of commands needs
+    With `arguments`, only the command that they start with is imported. The list of commands needs
     only docstrings.
     """
     from sightline import __version__
@@ -116,9 +116,9 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
     parser.add_argument("--version", action="version", version=f"sightline {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     names = list_commands()
-    wanted = next((word for word in words or () if not word.startswith("-")), None)
-    if words is None or wanted in names:
-        for name in [wanted] if wanted in names else names:
+    command = next((word for word in arguments or () if not word.startswith("-")), None)
+    if arguments is None or command in names:
+        for name in [command] if command in names else names:
             add_command(name, importlib.import_module(names[name]), subparsers)
         return parser
     for name, module in names.items():
@@ -178,7 +178,7 @@ def find_missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
         return None
     return ConfigError(
         f"this command requires the package {package}, which is not installed",
-        f"pip install 'sightline-rl[{extra}]' for {sys.executable}",
+        f"run `{sys.executable} -m pip install 'sightline-rl[{extra}]'`",
     )
 
 

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_listen_options(serve, 8100)
     serve.add_argument("--max-gb", type=float, default=None, metavar="GB",
                        help="size limit of the folder in GB; uploads beyond it, or that would "
-                       "leave less than 1 GiB free on the disk, are answered with 507")  # fmt: skip
+                       "leave less than 1 GiB free on the disk, get status 507")  # fmt: skip
     serve.add_argument("--control-token", default="", metavar="REF",
                        help="reference to the token for storing weights and checkpoints and for "
                        "`media gc` (default: --token)")  # fmt: skip
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     deadline_s = START_DEADLINE_S if args.media_action in ("put", "ls") else DEADLINE_S
     store = open_store(root, token=token, deadline_s=deadline_s)
     if args.media_action != "put" and isinstance(store.root, Path) and not store.root.is_dir():
-        raise ConfigError(f"no store at {store.root}", "name an existing store with --store")
+        raise ConfigError(f"no store at {store.root}", "pass an existing store with --store")
     if args.media_action == "gc":
         return _gc(store, open_blobs(store.root, token), args)
     actions = {"put": _put, "ls": _ls, "verify": _verify}
@@ -94,7 +94,7 @@ def _find_store(args: argparse.Namespace, token: str) -> tuple[Path | str, str]:
         return str(args.store), token
     if len(args.runs) != 1:
         raise ConfigError(
-            "no store given", "name one with --store ROOT, or a run with --run RUN_DIR"
+            "no store given", "pass one with --store ROOT, or a run with --run RUN_DIR"
         )
     run_dir = RunDir(args.runs[0])
     section = RunFiles(run_dir).get_section("media")

@@ -106,7 +106,7 @@ def check_target(folder: Path, force: bool) -> None:
     if folder.is_dir() and not any(folder.iterdir()) or not folder.exists():
         return
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} exists and is not a checkpoint", "name a new folder")
+        raise ConfigError(f"{folder} exists and is not a checkpoint", "choose a new folder")
     if not force:
         raise ConfigError(f"{folder} already holds a checkpoint", "add --force to replace it")
 
@@ -117,7 +117,7 @@ def replace_atomically(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch,
-        disk_errors(folder, "free space on this disk, or name a folder on another"),
+        disk_errors(folder, "free space on this disk, or choose a folder on another"),
     ):
         written = Path(scratch) / "model"
         yield written

@@ -1,7 +1,7 @@
 """`sightline plan`: estimate the memory that each process of a run needs.
 
-Starts nothing and reads no weights. If the run does not fit, it prints settings with which it
-does, and exits with status 1.
+Nothing starts, and no weights are read. If the run does not fit, print settings that make it fit,
+and exit with status 1.
 """
 
 from __future__ import annotations

@@ -90,10 +90,10 @@ def _run_elsewhere(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the process ends with its input or with the run
-    words = ["--threads", str(args.threads)]
+    arguments = ["--threads", str(args.threads)]
     if args.name.startswith("worker"):
-        words += ["--server", *args.server, "--replaces", args.replaces]
-    return run_elsewhere(args.name, args.hub, args.run_dir.absolute(), words, args.threads)
+        arguments += ["--server", *args.server, "--replaces", args.replaces]
+    return run_elsewhere(args.name, args.hub, args.run_dir.absolute(), arguments, args.threads)
 
 
 def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:

@@ -1,8 +1,8 @@
 """`sightline prune`: delete traces and batches of old runs.
 
-Deletes the traces, scores and dashboard index of runs that are not running, and the batches of
+Delete the traces, scores and dashboard index of runs that are not running, and the batches of
 finished runs. Settings, metrics, report, logs and checkpoints are kept. pruned.txt lists the
-deleted files. Without --yes it only prints what it would delete. Afterwards, `sightline media gc
+deleted files. Without --yes, only print what would be deleted. Afterwards, `sightline media gc
 --run RUN` deletes the images that nothing uses any more.
 """
 

@@ -1,6 +1,6 @@
 """`sightline rl`: train with reinforcement learning.
 
-Starts all processes of the run file and trains. Append settings as section.key=value.
+Start all processes of the run file and train. Append settings as section.key=value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.resume:
         runs = training.expand_sweep(RunFile, path, overrides)
     if path.is_file() or not args.resume:
-        clusters = {load_config(RunFile, path, words).launch.on for words in runs}
+        clusters = {load_config(RunFile, path, run).launch.on for run in runs}
     # Imported after the settings are valid, because it loads torch and takes seconds.
     from sightline.launch.jobs import RlJob
 
@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
         return training.run_training(job, args)
     if len(runs) > 1 and (len(clusters) > 1 or clusters == {"kubernetes"}):
         raise ConfigError(
-            f"a sweep (values with commas between them) on {' and '.join(sorted(clusters))}",
-            "give one value at a time. On Slurm, a sweep submits one job for each run",
+            f"a sweep (comma-separated values) cannot run on {' and '.join(sorted(clusters))}",
+            "pass one value at a time. On Slurm, a sweep submits one job for each run",
         )
     from sightline.launch.submit import submit_run
 
-    for words in runs:
-        submit_run(path, words, args.resume, dry_run=args.dry_run, output=args.output)
+    for run in runs:
+        submit_run(path, run, args.resume, dry_run=args.dry_run, output=args.output)
     return 0

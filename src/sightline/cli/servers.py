@@ -1,8 +1,8 @@
 """`sightline servers`: list and change the inference servers of a run.
 
-Works while the run is running. `add` adds a server that is already running. It receives turns once
-it has the newest version. `drain` sends a server no more turns. `remove` drops it, and its open
-requests go to other servers. `list` prints the state of each. A resumed run keeps the list.
+The run must be running. `add` adds a server that is already running. It receives turns once it has
+the newest version. `drain` sends a server no more turns. `remove` drops it, and its open requests
+go to other servers. `list` prints the state of each. A resumed run keeps the list.
 """
 
 from __future__ import annotations

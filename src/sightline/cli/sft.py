@@ -1,6 +1,6 @@
 """`sightline sft`: train with supervised fine-tuning.
 
-Trains on conversations from a dataset or an environment. Append settings as section.key=value.
+Train on conversations from a dataset or an environment. Append settings as section.key=value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`sightline stop`: stop a run after its current step.
 
-Asks the run's launcher to write a checkpoint and end the run, and waits until it has. The run can
-be resumed, as after Ctrl-C. Exits with 0 if the run has stopped or finished, now or before, and
+Ask the run's launcher to write a checkpoint and end the run, and wait until it has. The run can
+be resumed, as after Ctrl-C. Exit with 0 if the run has stopped or finished, now or before, and
 with 1 if it has failed.
 """
 

@@ -60,7 +60,7 @@ def expand_sweep(
     """Return the overrides of each run of a sweep. Run names contain the values that vary."""
     if not path.name or re.match(r"\w+\.\w+=", str(path)):
         raise ConfigError(
-            "no run file given", "name one before the settings, or resume a run with --resume RUN"
+            "no run file given", "pass one before the settings, or resume a run with --resume RUN"
         )
     combinations = expand_overrides(overrides)
     files = [load_config(kind, path, combination) for combination in combinations]

@@ -1,7 +1,7 @@
 """`sightline try ENV`: run a few tasks of an environment and check it for problems.
 
-Uses a tiny random model unless `--model` names one. Shows images, prompts, answers and rewards, and
-exits with status 1 if it finds a problem. The rollouts are kept in a run directory.
+Use a tiny random model unless `--model` names one. Print images, prompts, answers and rewards, and
+exit with status 1 if there is a problem. The rollouts are kept in a run directory.
 """
 
 from __future__ import annotations

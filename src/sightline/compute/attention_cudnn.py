@@ -25,7 +25,7 @@ from sightline.compute.attention_shapes import Bounds, TokenKeys, TokenQueries
 from sightline.families.device_copy import copy_to_device
 
 MIN_SHAPE_REPEATS = 3
-"""Number of occurrences from which on a shape uses cuDNN."""
+"""Number of occurrences after which a shape uses cuDNN."""
 MIN_TOKENS = 2048
 """Minimum number of tokens in a pack for which a plan is worth its time."""
 MIN_LENGTH_RATIO = 0.8

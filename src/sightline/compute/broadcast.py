@@ -93,7 +93,7 @@ class BroadcastReceiver:
         self._group.barrier().wait()
         is_same = name.equal(_name_version(manifest))
         if not is_same or digest_weights(tensors) != manifest.weights_digest:
-            problem = f"version {manifest.label} arrived with other bits than were announced"
+            problem = f"version {manifest.label} arrived: its bits differ from the announced ones"
             raise WeightsError(problem, "resume the run. The engine keeps the weights it has")
         return tensors
 

@@ -50,14 +50,14 @@ class CheckpointParameters(Mapping[str, Tensor]):
         self._own = own
         if missing := sorted(own.keys() - self._opened.keys())[:3]:
             raise WeightsError(
-                f"{folder} stores its parameters under other names than the model's, which has "
-                f"{missing}: this engine takes no adapters for it",
+                f"{folder} stores its parameters under names that the model does not have: it has "
+                f"{missing}, so this engine accepts no adapters for it",
                 'set [lora] publish = "merged"',
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        wanted, tensor = self._own[name].shape, self._opened[name]
-        return tensor.transpose(-1, -2) if is_transposed(tensor.shape, wanted) else tensor
+        shape, tensor = self._own[name].shape, self._opened[name]
+        return tensor.transpose(-1, -2) if is_transposed(tensor.shape, shape) else tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)

@@ -4,7 +4,7 @@ Sampler and trainer load their model here and compute with the same functions. O
 matrix products already work row by row. For matrix products, libraries choose a kernel by the
 number of rows, so products use row counts at which a row always has the same bits. A trial at load
 checks this. On a CPU all products have `ROWS` rows and one thread computes. A pass has a multiple
-of `ROWS` tokens, because other instructions compute the last few values of a vector. Each image
+of `ROWS` tokens, because different instructions compute the last few values of a vector. Each image
 goes through the vision tower alone. On CUDA images go through the tower together.
 """
 
@@ -82,7 +82,7 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
 
 def _check_kind(forward: Forward, device: torch.device, dtype: torch.dtype) -> None:
     if dtype not in DTYPES.get(device.type, ()):
-        problem = f"[model] exact = true with {str(dtype).removeprefix('torch.')} on {device.type}"
+        problem = f"[model] exact = true does not work with {dtype} on {device.type}"
         raise ConfigError(problem, 'set dtype = "bfloat16"')
     convolutions = [m for m in forward.model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
     inside = {id(p) for module in convolutions for p in module.parameters()}
@@ -204,8 +204,8 @@ def find_rows(name: str, module: Any, device: torch.device, dtype: torch.dtype) 
                 return choice
             varying = bad[0]
     raise ConfigError(
-        f"[model] exact = true, and on this {device.type} a row of {name} ({outer} x {inner}) has "
-        f"other bits among {varying} rows than among {tried[-1]}",
+        f"[model] exact = true does not work on this {device.type}: a row of {name} ({outer} x "
+        f"{inner}) has different bits among {varying} rows than among {tried[-1]}",
         "remove exact, or use another device or another version of torch",
     )
 
@@ -271,8 +271,8 @@ def _try_pass(forward: Forward, family: Family, device: torch.device, dtype: tor
     among = compute([slice(before), slice(None), slice(after)])[before : before + TRIED_TOKENS]
     if not torch.equal(alone, among):
         raise ConfigError(
-            f"[model] exact = true, but on this {device.type} the results of {TRIED_TOKENS} tokens "
-            f"change when {before} and {after} others surround them, by up to "
+            f"[model] exact = true does not work on this {device.type}: results of {TRIED_TOKENS} "
+            f"tokens change when {before} and {after} others surround them, by up to "
             f"{float((alone - among).abs().max()):.2g}: an operation depends on the rest of a pass",
             "remove exact, or use another device or another version of torch",
         )
@@ -283,16 +283,16 @@ def _try_images(forward: Forward, device: torch.device) -> None:
     """Raise unless an image has the same features alone and in a batch."""
     if (blank := forward.blank_image()) is None or device.type == "cpu":
         return
-    (one, values), (_, high, wide) = blank[0].shape, blank[1]
+    (num_patches, values), (_, high, wide) = blank[0].shape, blank[1]
     grids = [(1, high * rows, wide * columns) for rows, columns in TRIED_IMAGES]
-    total = one * sum(rows * columns for rows, columns in TRIED_IMAGES)
+    total = num_patches * sum(rows * columns for rows, columns in TRIED_IMAGES)
     drawn = (torch.arange(total * values, device=device).sin() * 127 + 128).to(torch.uint8)
     patches = list(drawn.view(total, values).split([math.prod(grid) for grid in grids]))
     alone = [forward.encode(part, [grid]) for part, grid in zip(patches, grids, strict=True)]
     among = forward.encode(torch.cat(patches), grids)
     if not torch.equal(torch.cat(alone), among):
         raise ConfigError(
-            f"[model] exact = true, and on this {device.type} images have other features alone "
-            f"than together, by up to {float((torch.cat(alone) - among).abs().max()):.2g}",
+            f"[model] exact = true does not work on this {device.type}: images' features differ "
+            f"alone and together, by up to {float((torch.cat(alone) - among).abs().max()):.2g}",
             "remove exact, or use another device or another version of torch",
         )

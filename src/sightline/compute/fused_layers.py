@@ -40,7 +40,7 @@ def fuse_layers(model: nn.Module, exact: bool = False) -> int:
             continue
         before, after = module.forward, build(module, exact)
         if kind not in same:
-            # Meta tensors cannot be tried. A server of the same model runs the trial.
+            # Meta tensors cannot be tested. A server of the same model runs the trial.
             is_empty = next(module.parameters()).is_meta
             same[kind] = is_empty or _matches(module, before, after)
         if same[kind]:

@@ -103,7 +103,7 @@ class AdapterBase:
         if (key := (adapter.base, adapter.dtype, trained)) not in self._verified:
             if not is_base(self._base, adapter, trained):
                 raise WeightsError(
-                    "an adapter that was made for another base than the checkpoint served here",
+                    "the adapter was made for a different base than the checkpoint served here",
                     "serve the checkpoint that the trainer trains, in its [model] dtype. The "
                     "engine keeps the weights it has",
                 )
@@ -144,7 +144,7 @@ def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> N
     odd = sorted((pairs - tensors.keys()) | (tensors.keys() - pairs - base.keys()))
     odd += sorted(adapter.scales.keys() - base.keys())
     if odd or adapter.dtype not in SAFETENSORS_DTYPES.values():
-        problem = f"an adapter whose tensors are not those of the model, such as {odd[:3]}"
+        problem = f"the adapter's tensors are not those of the model, such as {odd[:3]}"
         raise WeightsError(problem, "serve the checkpoint that the trainer trains")
     for name, tensor in tensors.items():
         if name not in pairs and tensor.shape != base[name].shape:
@@ -159,7 +159,7 @@ def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> N
             raise WeightsError(f"{name} is adapted by {scale} B A", "publish the version again")
 
 
-def _shape_error(name: str, found: Iterable[int], wanted: Iterable[int]) -> WeightsError:
-    problem = f"an adapter's {name} has shape {tuple(found)}, the model's is {tuple(wanted)}"
+def _shape_error(name: str, found: Iterable[int], expected: Iterable[int]) -> WeightsError:
+    problem = f"the adapter's {name} has shape {tuple(found)}, but the model's is {tuple(expected)}"
     fix = "serve the checkpoint that the trainer trains"
     return WeightsError(problem, fix)

@@ -31,7 +31,7 @@ def load_model(
 ) -> Forward:
     """Load a checkpoint. `exact` is the device and dtype of exact arithmetic (`[model] exact`).
 
-    A family that checks the loaded model tries the KV cache of `engine`, too.
+    A family that checks the loaded model also tests the KV cache of `engine`.
     """
     transformers_logging.disable_progress_bar()
     # By default cuDNN rounds float32 convolutions to TF32, which changes logprobs by 1e-4.
@@ -66,7 +66,7 @@ def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r}, but torch sees no GPU", 'set device = "cpu" or "auto"')
+        raise ConfigError(f"torch sees no GPU for device {name!r}", 'set device = "cpu" or "auto"')
     return name
 
 

@@ -165,7 +165,7 @@ def map_shared(root: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
         try:
             if finish_digest(memory.tensors, _sum_concurrently(buffer)) != manifest.weights_digest:
                 raise WeightsError(
-                    f"version {manifest.label} in shared memory has other bits than were announced",
+                    f"version {manifest.label} in memory: its bits differ from the announced ones",
                     "resume the run. The engine keeps the weights it has",
                 )
             yield _view(buffer, memory.tensors)
@@ -198,7 +198,7 @@ def _map_memory(root: Path, memory: SharedMemory) -> Flat:
     nbytes = _count_bytes(memory.tensors)
     if memory.device is not None:
         if memory.device.nbytes != nbytes:
-            problem = f"{memory.device.nbytes} bytes of shared memory for weights of {nbytes}"
+            problem = f"shared memory has {memory.device.nbytes} bytes, but the weights {nbytes}"
             raise WeightsError(problem, "publish the version again")
         return _map_device(memory.device)
     path = root / HOST_MEMORY

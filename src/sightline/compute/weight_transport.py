@@ -128,8 +128,8 @@ class WeightReceiver:
 
 def list_plugins(group: str, built_in: Mapping[str, str]) -> dict[str, EntryPoint]:
     """Return the entry points of a group by name: `built_in` ones and those of distributions."""
-    own = {name: EntryPoint(name, value, group) for name, value in built_in.items()}
-    return {point.name: point for point in entry_points(group=group)} | own
+    built_in_points = {name: EntryPoint(name, value, group) for name, value in built_in.items()}
+    return {point.name: point for point in entry_points(group=group)} | built_in_points
 
 
 def list_transports() -> list[str]:

@@ -59,8 +59,7 @@ def write_weights(
 ) -> tuple[Path, Manifest]:
     """Publish `tensors` as `root/v<version>`, and return the manifest with its path.
 
-    A version that is recomputed with the same bits keeps its label. With other bits it gets a new
-    epoch.
+    A version recomputed with the same bits keeps its label. Otherwise it gets a new epoch.
     """
     part = root / f".v{version:06d}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -162,7 +161,7 @@ def _read(folder: Path, file: WeightFile) -> dict[str, Tensor]:
     except OSError as error:
         raise _other_file_error(path, str(error)) from error
     if len(data) != file.nbytes or hashlib.sha256(data).hexdigest() != file.sha256:
-        what = f"{len(data)} bytes, not {file.nbytes}, or another checksum"
+        what = f"{len(data)} bytes, not {file.nbytes}, or the checksum differs"
         raise _other_file_error(path, what)
     try:
         return load(data)  # from the verified bytes, because the file may be removed

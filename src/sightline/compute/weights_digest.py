@@ -102,7 +102,7 @@ def _sum_rows(data: Tensor, first_row: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _factors(seed: int, count: int, device: torch.device) -> Int64[Tensor, " count"]:
-    """Return pseudorandom odd factors: splitmix64 of `count` positions from `seed` on."""
+    """Return pseudorandom odd factors: splitmix64 of `count` positions starting at `seed`."""
     places = np.arange(seed, seed + count, dtype=np.uint64)
     factors = splitmix64((places + np.uint64(1)) * GOLDEN) | np.uint64(1)
     return torch.from_numpy(factors.view(np.int64)).to(device)

@@ -21,7 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sapo": {"loss": "sapo", "aggregation": "samples"},
     "dpo": {"aggregation": "constant", "aggregation_args": {"divisor": 0.5}},
 }
-"""Defaults by `[algorithm] name`. All but DPO are GRPO with other parts."""
+"""Defaults by `[algorithm] name`. All but DPO are GRPO with different parts."""
 
 
 class AlgorithmConfig(ConfigSection):

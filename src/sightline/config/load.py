@@ -69,7 +69,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     except IsADirectoryError:
         raise ConfigError(
             f"{path} is a folder, not a run file",
-            f"name a TOML file. For a checkpoint, append model.path={path}",
+            f"pass a TOML file. For a checkpoint, append model.path={path}",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -122,7 +122,7 @@ def expand_overrides(overrides: Sequence[str]) -> list[list[str]]:
 def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) -> ConfigError:
     errors = error.errors()
     # A renamed key is both unknown and missing. The error for "unknown" is more helpful.
-    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+    first = next((detail for detail in errors if detail["type"] == "extra_forbidden"), errors[0])
     names = [str(part) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")
     fix = getattr(first.get("ctx", {}).get("error"), "fix", "set a valid value")

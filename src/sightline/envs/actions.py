@@ -57,7 +57,7 @@ def build_parser(
     if not isinstance(actions, Mapping):
         actions = {name: number for number, name in enumerate(actions)}
     if not actions:
-        raise ConfigError(f"{where}: [env.args] actions is empty", "name each action once")
+        raise ConfigError(f"{where}: [env.args] actions is empty", "list each action once")
     return NamedActions(actions)
 
 
@@ -68,7 +68,7 @@ def _load_parser(path: str, where: str) -> ActionParser:
     except TypeError as error:
         raise ConfigError(
             f"{where}: [env.args] actions = {path!r}: {error}",
-            "name a class whose constructor takes no arguments",
+            "set it to a class whose constructor takes no arguments",
         ) from error
     if not callable(getattr(parser, "parse", None)):
         raise ConfigError(f"{where}: {path!r} has no method parse", "add parse(self, answer)")

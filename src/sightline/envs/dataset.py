@@ -124,7 +124,7 @@ class Dataset(Environment):
         row, messages = self._read(task, put)
         column = self.demonstration_column or self.answer
         if row.get(column) in (None, []):
-            raise self._locate(task, column, "it is missing")
+            raise self._locate(task, column, "the row has no value in this column")
         value, accepts_list = row[column], self.reward in ("exact", "fuzzy", "ocr", "math")
         is_text = isinstance(value, str) or accepts_list and not isinstance(value, dict)
         is_number = isinstance(value, int | float) and self.reward != "choice"
@@ -219,7 +219,7 @@ class Dataset(Environment):
                 raise ConfigError(
                     f"{rows.where(number)} has no column {missing[0]!r}, or it is empty. The row "
                     f"has {', '.join(sorted(rows.row(number)))}",
-                    "fix or remove the row, or name other columns in [env.args]",
+                    "fix or remove the row, or set other columns in [env.args]",
                 )
             length = len(self._format(row)) + len(_to_text(row[self.answer]))
             if self.max_chars and length > self.max_chars:

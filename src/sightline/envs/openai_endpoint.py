@@ -70,7 +70,7 @@ class OpenAIClient(RetryingClient):
         if len(names) != 1:
             raise EngineError(
                 f"{self.base_url} lists {len(names)} models: {', '.join(names[:8])}",
-                "name the model to evaluate",
+                "set the model to evaluate",
                 kind="foreign",
             )
         self.model = names[0]

@@ -143,7 +143,7 @@ class Environment:
     """Seed of `task_rng`."""
 
     def task(self, index: int, split: str) -> Task:
-        """Return task `index` of a split. Any index from 0 on must work."""
+        """Return task `index` of a split. Any index starting at 0 must work."""
         raise NotImplementedError
 
     def task_rng(self, index: int, split: str) -> random.Random:

@@ -137,7 +137,7 @@ def open_tasks(
 def check_fractions(path: str | Path, eval_fraction: float, sft_fraction: float) -> None:
     if not (eval_fraction >= 0 and sft_fraction >= 0 and eval_fraction + sft_fraction <= 1):
         raise ConfigError(
-            f"{path}: eval_fraction = {eval_fraction} and sft_fraction = {sft_fraction}",
+            f"{path}: {eval_fraction=} and {sft_fraction=} are not fractions of the rows",
             "choose fractions from 0 to 1 whose sum is at most 1",
         )
 
@@ -154,7 +154,7 @@ def open_rows(path: str | Path, dataset_split: str = "") -> tuple[TaskRows, Path
         elif any(file.suffix in _SUFFIXES[:2] for file in tables):
             raise ConfigError(
                 f"{source} has several files of rows: {', '.join(file.name for file in tables)}",
-                f"name one of them, such as {str(tables[0])!r}",
+                f"set the path to one of them, such as {str(tables[0])!r}",
             )
     if source.is_file() and dataset_split:
         raise ConfigError(
@@ -421,7 +421,8 @@ def _get_path_below(folder: Path, name: str, where: str) -> Path:
     try:
         path = (root / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, or a cycle of links
-        raise MediaRefused(f"{where}: invalid path {name[:80]!r}: {error}", "fix it") from error
+        fix = "use a path without null bytes, relative to the file's folder"
+        raise MediaRefused(f"{where}: invalid path {name[:80]!r}: {error}", fix) from error
     if not path.is_relative_to(root):
         raise MediaRefused(
             f"{where}: {name!r} is outside {folder}", "keep images below the folder of the file"

@@ -118,8 +118,8 @@ def reply_to_calls(answer: Message | None, *parts: Any) -> list[Message]:
     if not calls:
         return [user(*parts)]
     return [
-        Message("tool", user(*shown).content, tool_call_id=call.id or None)
-        for call, shown in zip(calls, [*[["not done"]] * (len(calls) - 1), parts], strict=True)
+        Message("tool", user(*content).content, tool_call_id=call.id or None)
+        for call, content in zip(calls, [*[["not done"]] * (len(calls) - 1), parts], strict=True)
     ]
 
 

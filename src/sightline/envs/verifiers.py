@@ -34,7 +34,7 @@ class VerifiersEnvironment(Environment):
         runtimes = import_extra("verifiers.v1.runtimes", "verifiers")
         loaders = import_extra("verifiers.v1.utils.loaders", "verifiers")
         if eval_every < 2:
-            raise ConfigError(f"verifiers: [env.args] eval_every = {eval_every}", "use 2 or more")
+            raise ConfigError(f"verifiers: [env.args] {eval_every=} is too small", "use 2 or more")
         values: dict[str, Any] = dict(env or {})
         if taskset:
             values["taskset"] = {**values.get("taskset", {}), "id": taskset}

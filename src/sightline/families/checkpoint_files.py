@@ -54,7 +54,7 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
         problem = f"{folder} lacks {', '.join(missing)}"
     raise FamilyError(
         f"{str(model)!r} is not a folder, and cannot be downloaded from the hub: {problem}",
-        "name a folder, train this one first with `sightline sft FILE` if it is the output_dir of "
+        "pass a folder, train this one first with `sightline sft FILE` if it is the output_dir of "
         "a warm-up, create a model with `sightline model tiny DIR`, or put these files into the "
         f"hub's cache: {', '.join(files)}",
     )

@@ -1,7 +1,7 @@
 """Layers with experts: their computation, and which experts compute each token.
 
-Rounding in a sampler and in a trainer can lead to other experts, and so to other logprobs. A
-sampler therefore records its tokens' experts, the *routes*, and the trainer replays them. The
+Rounding in a sampler and in a trainer can lead to different experts, and so to different logprobs.
+A sampler therefore records its tokens' experts, the *routes*, and the trainer replays them. The
 experts' weights come from the trainer's own scores, so the router trains.
 
 Dimensions: T tokens, L layers of the text model (dense ones have zeros), K experts of a token.
@@ -90,7 +90,7 @@ class ExpertRouting:
             routes.shape[1:] != (self.num_layers, self.top_k) or routes.dtype != self.dtype
         ):
             raise Misaligned(
-                f"routes of shape {tuple(routes.shape)} and {routes.dtype}, for a model with "
+                f"routes have shape {tuple(routes.shape)} and {routes.dtype}, but the model has "
                 f"{self.num_layers} layers and {self.top_k} of {self.num_experts} experts",
                 "sample and train with the same checkpoint",
             )
@@ -102,8 +102,8 @@ class ExpertRouting:
         if self._given is None or not self._replays:
             return own
         if (given := self._given[:, layer]).shape != own.shape:
-            problem = f"routes of {len(given)} tokens for {len(own)} tokens"
-            raise Misaligned(problem, "report this with the batch")
+            problem = f"{len(given)} tokens have routes, but the layer computes {len(own)}"
+            raise Misaligned(problem, "this is a bug. Report it with the batch")
         return torch.where(given == self.no_route, own, given.to(own.dtype))
 
     def get_routes(self) -> Routes:
@@ -178,7 +178,7 @@ def weigh(router: Any, logits: Float[Tensor, "tokens all"], chosen: Choice) -> T
 def _is_known(router: Any) -> bool:
     """Return whether `weigh` gives a router's own choice the weights that the router gives it.
 
-    A copy with drawn values is tried, because the router may be on the meta device.
+    A copy with drawn values is tested, because the router may be on the meta device.
     """
     try:
         trial = copy.deepcopy(router).to_empty(device="cpu")

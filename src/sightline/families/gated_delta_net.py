@@ -206,8 +206,8 @@ def apply_delta_rule(
     total_decay = kept[..., -1:, :]
     # The value of each token, minus the prediction from its state and earlier tokens.
     system = (k * rate) @ k.transpose(-1, -2) * between
-    wanted = torch.cat([v * rate, k * rate * kept], dim=-1)
-    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    right_side = torch.cat([v * rate, k * rate * kept], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
     written, predicted = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     within = q @ k.transpose(-1, -2) * between
     parts = (q * kept, k * left, total_decay, written, predicted, within)
@@ -264,7 +264,7 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
     try:
         with take_trial_gradients():
             problem = _try_kernel(kernel, keys, values, device, dtype)
-    except Exception as error:  # another version may raise anything
+    except Exception as error:  # a different version may raise anything
         problem = f"{type(error).__name__}: {error}"
     if problem:
         message = "linear attention uses plain torch instead of flash-linear-attention"

@@ -47,7 +47,7 @@ class PixelSettings(BaseProcessorSettings):
     resample: int = 3
     """Pillow's resampling filter. 3 is bicubic."""
     rescale: float | None = 1 / 255
-    """None if the checkpoint does not rescale."""
+    """The rescale factor; None if the checkpoint does not rescale."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
@@ -178,11 +178,11 @@ def read_int(raw: dict[str, Any], default: int, *keys: str) -> int:
 
 def check_vision_config(vision_config: dict[str, Any], path: Path, **expected: int) -> None:
     """Raise if the processor's patches do not match the vision tower's configuration."""
-    for key, ours in expected.items():
-        theirs = vision_config.get(key, ours)
-        if theirs not in (ours, [ours, ours]):
-            other = f"config.json says vision_config.{key} = {theirs}"
-            problem = f"{path}: the processor settings say {ours}, but {other}"
+    for key, value in expected.items():
+        configured = vision_config.get(key, value)
+        if configured not in (value, [value, value]):
+            other = f"config.json says vision_config.{key} = {configured}"
+            problem = f"{path}: the processor settings say {value}, but {other}"
             raise FamilyError(problem, "copy preprocessor_config.json from the same checkpoint")
 
 

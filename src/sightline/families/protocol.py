@@ -70,17 +70,17 @@ class Packing:
 
     @property
     def description(self) -> str:
-        words = {
+        descriptions = {
             "tree": "trees (a prefix that samples share is computed once)",
             "flat": "flat (several sequences in one row, each with its own prefix)",
             "rows": "padded rows (several sequences per forward pass, padded to the longest)",
         }
-        return f"packing: {words[self.kind]}, because {self.reason}"
+        return f"packing: {descriptions[self.kind]}, because {self.reason}"
 
 
 TREE_PACKING = Packing("tree", "every layer takes an attention mask")
 EXACT_PACKING = Packing(
-    "flat", "with [model] exact, a tree would sum a token's keys in another order"
+    "flat", "with [model] exact, a tree would sum a token's keys in a different order"
 )
 Division = Literal["columns", "rows"]
 TensorPlan = Mapping[str, Mapping[str, Division]]
@@ -107,7 +107,7 @@ class Family(ABC):
     """False for a text-only checkpoint."""
     model_class: str = ""
     """The checkpoint's transformers class in the generic family. Empty in other families."""
-    video_refusal: str = "this model family shows no videos"
+    video_refusal: str = "this model family accepts no videos"
     """Why videos cannot be shown. Empty if they can."""
     tensor_plan: TensorPlan = {}
     """Which modules tensor parallelism divides. Empty if it is not supported."""

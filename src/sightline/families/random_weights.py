@@ -64,7 +64,7 @@ def write_random_weights(
     if (free := files.measure_free_space(folder)).num_bytes < total:
         raise DiskFull(
             f"the weights take {total / 1e9:,.1f} GB, and the disk of {folder.parent} has {free}",
-            "free space on this disk, or name a folder on another",
+            "free space on this disk, or choose a folder on another",
         )
     shards: list[dict[str, torch.Tensor]] = [{}]
     for name, tensor in shapes.items():

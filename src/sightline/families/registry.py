@@ -101,7 +101,7 @@ def _get_folder(path: Path) -> ModuleType:
 def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.exists():
-        fix = "create one with `sightline model tiny DIR`, or name the folder of a checkpoint"
+        fix = "create one with `sightline model tiny DIR`, or pass a checkpoint's folder"
         raise FamilyError(f"{path} is not a checkpoint: it has no config.json", fix)
     # transformers also opens files, which it finds in the folder and in its folders.
     for found in (*path.glob("*"), *path.glob("*/*")):
@@ -248,7 +248,7 @@ def load_serving(model: str | Path, family: Family, takes_updates: bool = True) 
             'set [inference] engine = "torch", or add the file (docs/internals/adding_a_family.md)',
         )
     if family.position_limit:
-        how = "scales the rotary frequencies of this checkpoint in another way than transformers"
+        how = "scales the rotary frequencies of this checkpoint differently than transformers"
         raise FamilyError(f"{model}: vLLM {how}", 'set [inference] engine = "torch"')
     serving = cast(ServingSpec, _import_family_file(family.name, "serving").Serving())
     serving.check_servable(resolve_checkpoint(model), takes_updates)
@@ -258,7 +258,7 @@ def load_serving(model: str | Path, family: Family, takes_updates: bool = True) 
 def write_tiny(name: str, path: Path, seed: int = 0, **options: Any) -> None:
     """Write the small random checkpoint of family `name`. Use the family's tiny.py if it exists."""
     if name not in family_names():
-        raise FamilyError(f"no family {name!r}", f"choose one of {', '.join(family_names())}")
+        raise FamilyError(f"{name!r} is no family", f"choose one of {', '.join(family_names())}")
     if _has_family_file(name, "tiny"):
         write = _import_family_file(name, "tiny").write
     else:

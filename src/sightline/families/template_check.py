@@ -77,7 +77,7 @@ def choose_format(
         if difference := _find_difference(renderer, template):
             differences.append(f"{kind.format_name}: {difference}.")
             continue
-        renderer.format_reason = "it writes the tokens of the folder's chat template"
+        renderer.format_reason = "it produces the same tokens as the folder's chat template"
         if renderer.video_mark and not renderer.video_refusal:
             renderer.video_refusal = _find_video_difference(renderer, template) or ""
         return renderer
@@ -134,17 +134,17 @@ def _find_difference(renderer: BaseRenderer, template: ChatTemplate) -> str | No
     """Describe the first difference between the tokens of the template and the format."""
     tokenizer = renderer.tokenizer
     for about, messages, options in build_examples(renderer):
-        ours = renderer.render(messages, **options).token_ids
+        rendered_ids = renderer.render(messages, **options).token_ids
         if renderer.openers and not options.get("generation_prompt", True):
-            ours = ours[:-1]  # templates do not close the last turn
+            rendered_ids = rendered_ids[:-1]  # templates do not close the last turn
         try:
             text = _render(renderer, template, messages, options)
         except TemplateError as error:
             return f"for {about} the template fails: {error.problem}"
-        theirs = _expand_pads(renderer, tokenizer.encode_marked(text))
-        spelled = [tokenizer.decode(ids) for ids in (ours, theirs)]
-        if ours != theirs and not (about == _SPELLED and spelled[0] == spelled[1]):
-            return f"for {about} {_describe_difference(renderer, ours, theirs)}"
+        template_ids = _expand_pads(renderer, tokenizer.encode_marked(text))
+        spelled = [tokenizer.decode(ids) for ids in (rendered_ids, template_ids)]
+        if rendered_ids != template_ids and not (about == _SPELLED and spelled[0] == spelled[1]):
+            return f"for {about} {_describe_difference(renderer, rendered_ids, template_ids)}"
     return None
 
 
@@ -157,18 +157,18 @@ def _find_video_difference(renderer: BaseRenderer, template: ChatTemplate) -> st
         talk.insert(0, Message(role="system", content=question.content))
     if "tool" in renderer.image_roles and renderer.takes_tools:
         talk.append(Message(role="tool", content=question.content))
-    ours = renderer.render(talk).token_ids
+    rendered_ids = renderer.render(talk).token_ids
     try:
         text = _render(renderer, template, talk, {})
     except TemplateError as error:
         return f"the chat template fails for a video: {error.problem}"
     emitter = Emitter(renderer.tokenizer)
     renderer.emit_video(emitter, renderer.family.steps(clip))
-    shown = renderer.decode(emitter.rendered().token_ids)
-    theirs = renderer.tokenizer.encode_marked(text.replace(renderer.video_mark, shown))
-    if ours == theirs:
+    pads_text = renderer.decode(emitter.rendered().token_ids)
+    template_ids = renderer.tokenizer.encode_marked(text.replace(renderer.video_mark, pads_text))
+    if rendered_ids == template_ids:
         return None
-    return f"in the chat template {_describe_difference(renderer, ours, theirs)}"
+    return f"in the chat template {_describe_difference(renderer, rendered_ids, template_ids)}"
 
 
 def _render(
@@ -189,20 +189,20 @@ def _expand_pads(renderer: BaseRenderer, ids: list[int]) -> list[int]:
     return [t for token in ids for t in [token] * (count if token == pad else 1)]
 
 
-def _describe_difference(renderer: BaseRenderer, ours: list[int], theirs: list[int]) -> str:
-    before, expected, written = find_split(renderer, ours, theirs)
+def _describe_difference(renderer: BaseRenderer, rendered: list[int], template: list[int]) -> str:
+    before, expected, written = find_split(renderer, rendered, template)
     return f"it writes {written!r} after {before!r}, where {expected!r} was expected"
 
 
 def find_split(
-    renderer: MessageRenderer, ours: list[int], theirs: list[int]
+    renderer: MessageRenderer, rendered: list[int], template: list[int]
 ) -> tuple[str, str, str]:
     """Return the text before the first difference of two prompts, and each continuation."""
     same = 0
-    while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
+    while same < min(len(rendered), len(template)) and rendered[same] == template[same]:
         same += 1
     start, stop = max(0, same - 6), same + 12
-    parts = (ours[start:same], ours[same:stop], theirs[same:stop])
+    parts = (rendered[start:same], rendered[same:stop], template[same:stop])
     before, expected, written = map(renderer.decode, parts)
     return before, expected, written
 

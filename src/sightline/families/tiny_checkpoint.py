@@ -87,7 +87,7 @@ def describe_checkpoint(
     settings = _read_settings(tables["sizes"], size, options)
     kind = settings["type"]
     if kind not in tables["types"]:
-        raise FamilyError(f"no type {kind!r}", f"use one of {', '.join(tables['types'])}")
+        raise FamilyError(f"{kind!r} is no type", f"use one of {', '.join(tables['types'])}")
     description = {"words": words, **tables["tokenizer"], **tables["types"][kind]}
     if tokenizer_folder is not None:
         tokenizer = _read_tokenizer(tokenizer_folder, description["special"])
@@ -181,7 +181,7 @@ def _read_tokenizer(folder: Path, needed: Sequence[str]) -> Tokenizer:
     """Return a published model's tokenizer. Check that it has the tokens that the family needs."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise FamilyError(f"{folder} has no tokenizer.json", "name a folder with the file")
+        raise FamilyError(f"{folder} has no tokenizer.json", "pass a folder with the file")
     tokenizer = Tokenizer.from_file(str(file))
     if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
         problem = f"{file} has no token {missing[0]}"
@@ -193,9 +193,9 @@ def _read_settings(
     sizes: Mapping[str, Mapping[str, Any]], size: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     if size not in sizes:
-        raise FamilyError(f"no size {size!r}", f"use one of {', '.join(sizes)}")
+        raise FamilyError(f"{size!r} is no size", f"use one of {', '.join(sizes)}")
     for key in options.keys() - sizes["tiny"].keys():
-        raise FamilyError(f"no option {key!r}", f"use one of {', '.join(sorted(sizes['tiny']))}")
+        raise FamilyError(f"{key!r} is no option", f"use one of {', '.join(sorted(sizes['tiny']))}")
     base = {} if size == "tiny" else _read_settings(sizes, sizes[size].get("base", "tiny"), {})
     return {**base, **sizes[size], **options}
 

@@ -220,8 +220,8 @@ def load_model(
         reshaped = {name for name, *_ in loaded["mismatched_keys"]}
         if missing := sorted(loaded["missing_keys"] | reshaped):
             raise FamilyError(
-                f"{path}: {len(missing)} parameters have no weights, or weights of another shape, "
-                f"such as {missing[0]!r}",
+                f"{path}: {len(missing)} parameters have no weights, or weights of a different "
+                f"shape, such as {missing[0]!r}",
                 "copy config.json and all *.safetensors files again from the same checkpoint",
             )
         move_to_device(model, device)

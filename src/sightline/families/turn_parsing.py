@@ -162,7 +162,7 @@ def encode_tool(tool: Any, path: str) -> str:
     try:
         encoded = json.dumps(tool, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise MessageError.at(path, f"not JSON: {error}", "pass plain dicts") from None
+        raise MessageError.at(path, f"this is not JSON: {error}", "pass plain dicts") from None
     check_unicode(encoded, path)
     return encoded
 
@@ -176,4 +176,4 @@ def check_depth(value: Any, path: str, most: int = MAX_TOOL_DEPTH) -> None:
         level = list({id(v): v for v in nested}.values())  # each once, even in a cycle
         if not level:
             return
-    raise MessageError.at(path, f"nested deeper than {most} levels", "flatten the schema")
+    raise MessageError.at(path, f"it is nested deeper than {most} levels", "flatten the schema")

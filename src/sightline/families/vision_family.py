@@ -108,7 +108,7 @@ class TextOnlyFamily(Family):
 
     def positions(self, num_tokens: int, slots: Sequence[Slot]) -> tuple[np.ndarray, int]:
         if slots:
-            problem = "image slots for a text-only checkpoint"
+            problem = "a text-only checkpoint got image slots"
             raise Misaligned(problem, "render with the checkpoint's own renderer")
         return compute_text_positions(num_tokens)
 

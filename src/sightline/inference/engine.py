@@ -47,7 +47,7 @@ class EngineRequest(ValidatedRequest):
     prompt_logprobs: np.ndarray | None = None
     """float32 (tokens,) if requested; NaN for tokens without a logprob."""
     routes: np.ndarray | None = None
-    """The experts of the tokens from `routes_from` on, if requested; see `Choice.routes`."""
+    """The experts of the tokens starting at `routes_from`, if requested; see `Choice.routes`."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)

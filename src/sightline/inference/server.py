@@ -236,7 +236,7 @@ class InferenceServer:
         try:
             since = float(text)
         except ValueError:
-            problem = f"since: {text!r}"
+            problem = f"since: {text!r} is not a time"
             raise build_engine_error("schema", problem, "send seconds since 1970") from None
         return json_response(self.engine.stats(since))
 

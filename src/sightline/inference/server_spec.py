@@ -44,7 +44,7 @@ class ServerSpec(ConfigSection):
         50.0,
         gt=0,
         description="Maximum GB of the first store root. A chat request whose images exceed it, "
-        "or leave less than 1 GiB on the disk, is answered with 507.",
+        "or leave less than 1 GiB on the disk, gets status 507.",
     )
     weights: Path | None = Field(
         None, description="Manifest of the first weights, instead of the checkpoint's."
@@ -59,13 +59,13 @@ class ServerSpec(ConfigSection):
         True, description="Whether a finished sequence keeps its KV cache for the next turn."
     )
     max_waiting: int = Field(
-        4096, ge=0, description="Maximum number of waiting requests. More are answered with 503."
+        4096, ge=0, description="Maximum number of waiting requests. More get status 503."
     )
     max_waiting_mb: float = Field(
         4096,
         ge=0,
         description="MB for the prompts and decoded images of waiting requests. A request that "
-        "exceeds it is answered with 503.",
+        "exceeds it gets status 503.",
     )
 
     @model_validator(mode="after")

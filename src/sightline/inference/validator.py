@@ -66,7 +66,7 @@ class RequestValidator:
     def check_request(self, request: GenerateRequest) -> ValidatedRequest:
         params = request.sampling_params
         if len(request.request_id) > MAX_NAME_CHARS:
-            problem = f"request_id: {len(request.request_id)} characters"
+            problem = f"request_id: it has {len(request.request_id)} characters"
             raise build_engine_error("schema", problem, f"send at most {MAX_NAME_CHARS}")
         if request.model is not None and request.model not in self.models:
             problem = f"model: {request.model[:MAX_NAME_CHARS]!r} is not served here"
@@ -74,7 +74,7 @@ class RequestValidator:
             raise build_engine_error("model", problem, fix)
         prompt = self._check_tokens(request.token_ids, params)
         for name, allowed in _find_faults(params, self.vocab_size):
-            problem = f"sampling_params.{name}: {getattr(params, name)!r}"
+            problem = f"sampling_params.{name}: {getattr(params, name)!r} is not allowed"
             raise build_engine_error("sampling", problem, f"send {allowed}")
         slots, keys = self._check_slots(request)
         self._check_pads(prompt, slots)
@@ -92,10 +92,10 @@ class RequestValidator:
 
     def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> np.ndarray:
         if not token_ids:
-            raise build_engine_error("token_ids", "token_ids: empty", "send one token or more")
+            raise build_engine_error("token_ids", "token_ids: it is empty", "send 1 token or more")
         if params.max_tokens < 1:
-            problem = f"sampling_params.max_tokens: {params.max_tokens}"
-            raise build_engine_error("sampling", problem, "ask for 1 or more")
+            problem = f"sampling_params.max_tokens: {params.max_tokens} is too small"
+            raise build_engine_error("sampling", problem, "send 1 or more")
         if len(token_ids) + params.max_tokens > self.max_model_len:
             total = f"{len(token_ids)} tokens plus max_tokens = {params.max_tokens}"
             problem = f"token_ids: {total} exceed max_model_len = {self.max_model_len}"
@@ -121,12 +121,12 @@ class RequestValidator:
         if not self.family.shows_media or request.features.mm_hashes.keys() - {modality}:
             allowed = modality if self.family.shows_media else "no"
             sent = sorted(request.features.mm_hashes)
-            problem = f"features: this checkpoint takes {allowed} media, the request has {sent}"
+            problem = f"features: this checkpoint accepts {allowed} media. The request has {sent}"
             fix = "render with the renderer of the served checkpoint"
             raise build_engine_error("slots", problem, fix)
         num = sum(map(len, request.features.kwargs_data.values()))
         if num > len(request.token_ids):
-            problem = f"features.kwargs_data: {num} items for {len(request.token_ids)} tokens"
+            problem = f"features.kwargs_data: {num} items exceed {len(request.token_ids)} tokens"
             raise build_engine_error("slots", problem, "send one item per slot")
         slots = request.slots()
         for i, slot in enumerate(slots):
@@ -144,24 +144,24 @@ class RequestValidator:
         length = self.family.num_tokens(slot.item)
         if slot.length != length:
             place, grid = f"features.mm_placeholders.{modality}[{i}]", slot.item.grid
-            problem = f"{place}: {slot.length} tokens, but its grid {grid} needs {length}"
+            problem = f"{place}: it has {slot.length} tokens, but its grid {grid} needs {length}"
             fix = "expand every image into as many pads as its grid needs"
             raise build_engine_error("slots", problem, fix)
 
     def _check_pads(self, prompt: np.ndarray, slots: list[Slot]) -> None:
         """Raise unless the pads of the prompt are exactly the tokens in the slots."""
         pads = np.where(np.isin(prompt, (self.pad_id, self.video_pad_id)), prompt, -1)
-        wanted = np.full(len(prompt), -1, dtype=prompt.dtype)
+        expected = np.full(len(prompt), -1, dtype=prompt.dtype)
         for slot in slots:
             pad_id = self.pad_id if slot.item.step is None else self.video_pad_id
-            wanted[slot.offset + self.family.feature_offsets(slot.item)] = pad_id
-        if np.array_equal(pads, wanted):
+            expected[slot.offset + self.family.feature_offsets(slot.item)] = pad_id
+        if np.array_equal(pads, expected):
             return
-        at = int(np.flatnonzero(pads != wanted)[0])
-        inside = f"is in a slot, where {int(wanted[at])} is expected"
-        where = "is outside every slot" if wanted[at] < 0 else inside
+        at = int(np.flatnonzero(pads != expected)[0])
+        inside = f"token {int(prompt[at])} is in a slot, where {int(expected[at])} is expected"
+        where = f"pad {int(prompt[at])} is outside every slot" if expected[at] < 0 else inside
         fix = "send the slots that the renderer returned with these tokens"
-        raise build_engine_error("pads", f"token_ids[{at}]: {int(prompt[at])} {where}", fix)
+        raise build_engine_error("pads", f"token_ids[{at}]: {where}", fix)
 
 
 def _describe_schema_error(text: str) -> str:
@@ -170,7 +170,7 @@ def _describe_schema_error(text: str) -> str:
     what, path = (at[1], at[2]) if at else (text, "")
     if (field := _ERROR_FIELD.match(what)) and _WORD.fullmatch(field[1]):
         path = f"{path}.{field[1]}" if path else field[1]
-    return f"{path}: {what}" if path else f"not a generate request: {what}"
+    return f"{path}: {what}" if path else f"this is not a generate request: {what}"
 
 
 def item_key(item: MediaItem) -> str:

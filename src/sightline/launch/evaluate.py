@@ -125,7 +125,7 @@ def play_evaluation(
             if not Path(config.model.path).is_dir():
                 raise ConfigError(
                     f"{config.model.path!r} is not a checkpoint's folder",
-                    "name one, or an endpoint's url; `sightline model tiny DIR` writes one",
+                    "pass one, or an endpoint's url. `sightline model tiny DIR` writes one",
                 )
             server = temporary_server(
                 Path(config.model.path), folder, _list_server_options(config), threads

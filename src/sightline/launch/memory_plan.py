@@ -156,9 +156,9 @@ def plan_rank(
             items["published copy"] = itemsize * model.parameters
     # Ranks that divide the tokens encode the images of their own. All of these may train.
     tokens = -(-size.tokens // trainer.context_parallel)
-    shown = min(size.patches, max(tokens * model.patches_per_token, 1))
-    own = MicroBatchSize(tokens, shown, min(size.trained, tokens))
-    steps = plan_activations(file, model, own, itemsize)
+    num_patches = min(size.patches, max(tokens * model.patches_per_token, 1))
+    size_alone = MicroBatchSize(tokens, num_patches, min(size.trained, tokens))
+    steps = plan_activations(file, model, size_alone, itemsize)
     items |= steps
     if model.tower and not model.trains_tower:
         items["feature cache"] = trainer.feature_cache_mb * MIB
@@ -260,7 +260,7 @@ def _find_share(file: RunFile, model: ModelMemory, memory: int) -> float:
 
 
 def find_fix(file: AnyRun, memory: int, on_gpu: bool = True) -> str:
-    """Return the settings with which the run fits."""
+    """Return settings that make the run fit."""
     removed, added = [], []
     for section, name, value in SAVERS:
         settings = getattr(file, section, None)

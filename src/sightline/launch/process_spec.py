@@ -40,8 +40,8 @@ class ProcessSpec:
 
 
 def build_local_spec(
-    name: str, run_dir: Path, threads: int, words: Sequence[str] = ()
+    name: str, run_dir: Path, threads: int, arguments: Sequence[str] = ()
 ) -> ProcessSpec:
     """Return a process that runs in the run directory on this machine and ends with this one."""
-    own = ["--parent", str(os.getpid()), "--threads", str(threads)]
-    return ProcessSpec(name, ["process", name, str(run_dir), *words, *own], threads)
+    options = ["--parent", str(os.getpid()), "--threads", str(threads)]
+    return ProcessSpec(name, ["process", name, str(run_dir), *arguments, *options], threads)

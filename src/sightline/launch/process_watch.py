@@ -64,9 +64,9 @@ def build_mark(run_dir: Path, name: str) -> str:
 
 def kill_marked(run_dir: Path, names: Iterable[str]) -> None:
     """Kill the run's processes with these names, and everything they started."""
-    wanted = set(names)
+    expected = set(names)
     for _ in range(_KILL_ROUNDS):  # repeat, because processes may fork in the meantime
-        if not (pids := [pid for pid, name in find_marked(run_dir).items() if name in wanted]):
+        if not (pids := [pid for pid, name in find_marked(run_dir).items() if name in expected]):
             return
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):

@@ -271,10 +271,10 @@ class TrainerWatchdog:
                 )
 
 
-def start_sightline(words: Sequence[str], threads: int) -> subprocess.Popen[str]:
+def start_sightline(args: Sequence[str], threads: int) -> subprocess.Popen[str]:
     """Start `sightline WORDS` with its output in a pipe."""
     return subprocess.Popen(
-        [sys.executable, "-m", "sightline", *words],
+        [sys.executable, "-m", "sightline", *args],
         stdout=subprocess.PIPE,
         text=True,
         env=build_environ(threads),
@@ -286,8 +286,8 @@ def temporary_server(
     model: Path, media: Path | str, more: Sequence[str] = (), threads: int = 1
 ) -> Iterator[str]:
     """Start a server and yield its address. `more` has options for `sightline serve`."""
-    words = ["serve", str(model), "--media", str(media), "--port", "0", "--threads", str(threads)]
-    process = start_sightline([*words, *more], threads)
+    args = ["serve", str(model), "--media", str(media), "--port", "0", "--threads", str(threads)]
+    process = start_sightline([*args, *more], threads)
     try:
         yield read_address(process, model)
     finally:

@@ -48,11 +48,11 @@ def build_command_prefix(run_id: str, bundle: int) -> list[str]:
 class Command:
     """An actor that runs a command on its node while a caller polls it."""
 
-    def __init__(self, words: list[str], variables: Mapping[str, str]) -> None:
+    def __init__(self, command: list[str], variables: Mapping[str, str]) -> None:
         self._output: queue.Queue[bytes] = queue.Queue()
         self._polled_at = time.monotonic()
         self._process = subprocess.Popen(
-            words,
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -151,7 +151,7 @@ def reserve(run_id: str, placed: Sequence[ProcessSpec]) -> Iterator[None]:
         ray.shutdown()
 
 
-def run(run_id: str, bundle: int, words: list[str]) -> int:
+def run(run_id: str, bundle: int, command: list[str]) -> int:
     """Run the command in a bundle with this process's standard input, and return its exit code, or
     1 if its node was lost."""
     ray = connect(run_id)
@@ -169,7 +169,7 @@ def run(run_id: str, bundle: int, words: list[str]) -> int:
         "memory": resources.get("memory"),
         "max_concurrency": 4,
     }
-    actor = ray.remote(Command).options(**options).remote(words, variables)
+    actor = ray.remote(Command).options(**options).remote(command, variables)
 
     def feed() -> None:
         with contextlib.suppress(RayError):

@@ -158,14 +158,14 @@ def _send_error(name: str, hub: str, run_dir: RunDir) -> None:
         spoke.close()
 
 
-def _run_child(name: str, hub: str, run_dir: RunDir, words: Sequence[str], threads: int) -> int:
+def _run_child(name: str, hub: str, run_dir: RunDir, args: Sequence[str], threads: int) -> int:
     """Run the process until it ends. A server reports its address and ends with the run."""
     is_server = name.startswith("server")
     address = _choose_address(name, hub, run_dir) if is_server else None
-    words = ["process", name, str(run_dir.path), "--hub", hub, *words]
-    words += ["--server", read_text(address)] if address is not None else []
+    args = ["process", name, str(run_dir.path), "--hub", hub, *args]
+    args += ["--server", read_text(address)] if address is not None else []
     child = subprocess.Popen(
-        [sys.executable, "-m", "sightline", *words, "--parent", str(os.getpid())],
+        [sys.executable, "-m", "sightline", *args, "--parent", str(os.getpid())],
         stdin=subprocess.DEVNULL,
         env=build_environ(threads) | {MARK_VARIABLE: build_mark(run_dir.path, name)},
     )

@@ -85,8 +85,8 @@ def find_resources(file: RunFile, name: str) -> Resources:
 def find_command_prefix(file: RunFile, name: str, run_id: str) -> list[str]:
     """Return the command prefix that runs a command on the process's machine. It is empty on
     Kubernetes, which starts the process itself."""
-    if words := file.launch.find_host(name):
-        return words
+    if command := file.launch.find_host(name):
+        return command
     if file.launch.on == "ray":
         return build_command_prefix(run_id, list_placed(file).index(name))
     if file.launch.on == "slurm":
@@ -128,8 +128,8 @@ def plan_run(file: RunFile, path: Path, run_id: str, at: Endpoints) -> list[Proc
     ranks."""
     budget = split_threads(file, num_cores())
     threads = {"server": budget.server, TRAINER: max(1, budget.trainer // file.trainer.ranks)}
-    words = ["--hub", at.hub, *(["--server", *at.servers] if at.servers else [])]
-    words += ["--evaluator", at.evaluator] if at.evaluator else []
+    options = ["--hub", at.hub, *(["--server", *at.servers] if at.servers else [])]
+    options += ["--evaluator", at.evaluator] if at.evaluator else []
 
     def plan(name: str) -> ProcessSpec:
         resources = find_resources(file, name)
@@ -137,12 +137,12 @@ def plan_run(file: RunFile, path: Path, run_id: str, at: Endpoints) -> list[Proc
         if file.launch.is_elsewhere(name):
             scratch = file.launch.scratch
             count = max(1, resources.cpus // (file.trainer.ranks if name == TRAINER else 1))
-            arguments = ["process", name, scratch, "--join", *words, "--threads", str(count)]
+            arguments = ["process", name, scratch, "--join", *options, "--threads", str(count)]
             host = find_command_prefix(file, name, run_id)
             python = python or file.launch.python
             hidden = dict.fromkeys(list_hidden_variables(file, name), "")
             return ProcessSpec(name, arguments, count, hidden, python, host, resources)
-        spec = build_local_spec(name, path, threads.get(name.partition("-")[0], 1), words)
+        spec = build_local_spec(name, path, threads.get(name.partition("-")[0], 1), options)
         return replace(spec, python=python, resources=resources)
 
     return [plan(name) for name in list_names(file)]

@@ -55,10 +55,10 @@ def take_server(run_dir: RunDir, config: RunFile, url: str, wanted: Wanted) -> s
 def describe_servers(run_dir: RunDir, config: RunFile) -> str:
     """Return a line for each server with its last reported state, version and requests."""
     reports = {report.url: report for report in read_reports(run_dir)}
-    wanted = list_wanted(run_dir, config.inference.servers)
+    states = list_wanted(run_dir, config.inference.servers)
     lines = []
-    for url in dict.fromkeys((*wanted, *reports)):
-        report, want = reports.get(url), wanted.get(url, SERVE)
+    for url in dict.fromkeys((*states, *reports)):
+        report, want = reports.get(url), states.get(url, SERVE)
         if want == REMOVE and report is None:
             continue
         state = "no report yet"

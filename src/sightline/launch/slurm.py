@@ -27,16 +27,16 @@ MIB_PER_GB = 1e9 / 2**20
 
 def build_step(name: str, resources: Resources, components: Sequence[Resources]) -> list[str]:
     """Return the command prefix that runs a command as a step of the job."""
-    words = ["srun", f"--job-name={name}", "--nodes=1", "--ntasks=1", "--exact", "--unbuffered"]
-    words.append(f"--cpus-per-task={resources.cpus}")
+    srun = ["srun", f"--job-name={name}", "--nodes=1", "--ntasks=1", "--exact", "--unbuffered"]
+    srun.append(f"--cpus-per-task={resources.cpus}")
     # Without a value, a step would take all the job's memory, and the next one would wait.
     memory = max(1, int(resources.memory_gb * MIB_PER_GB))
-    words.append(f"--mem={memory}M" if resources.memory_gb else "--mem=0")
+    srun.append(f"--mem={memory}M" if resources.memory_gb else "--mem=0")
     if resources.gpus:
-        words.append(f"--gpus={ceil(resources.gpus)}")
+        srun.append(f"--gpus={ceil(resources.gpus)}")
     elif components[0].gpus:  # otherwise the step would get all GPUs
-        words.append("--gres=none")
-    return [*words, f"--het-group={components.index(resources)}"] if len(components) > 1 else words
+        srun.append("--gres=none")
+    return [*srun, f"--het-group={components.index(resources)}"] if len(components) > 1 else srun
 
 
 def build_script(file: RunFile, components: Mapping[Resources, int], command: Sequence[str]) -> str:
@@ -107,10 +107,10 @@ def requeue() -> None:
     _call(["scontrol", "requeue", job], "", f"cannot requeue job {job}", fix)
 
 
-def _call(words: list[str], text: str, problem: str, fix: str) -> str:
+def _call(command: list[str], text: str, problem: str, fix: str) -> str:
     """Return the output of a Slurm command, which gets `text` as its input."""
     try:
-        return subprocess.check_output(words, input=text, stderr=subprocess.PIPE, text=True)
+        return subprocess.check_output(command, input=text, stderr=subprocess.PIPE, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", "") or str(error)
         raise ConfigError(f"{problem}: {reason.strip()}", fix) from error

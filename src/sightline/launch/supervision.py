@@ -264,6 +264,6 @@ class WorkerSupervisor:
         why = self._budgets[spec.name].why
         self.processes.run_dir.heartbeat(spec.name).unlink(missing_ok=True)
         # A remote shell may interpret the text, which can contain log lines.
-        words = why.partition(":")[0] if spec.host else why
-        self.processes.start(replace(spec, arguments=[*spec.arguments, "--replaces", words]))
+        reason = why.partition(":")[0] if spec.host else why
+        self.processes.start(replace(spec, arguments=[*spec.arguments, "--replaces", reason]))
         self.on_lost(spec.name, why)

@@ -97,14 +97,14 @@ def open_rendezvous(settings: TrainerConfig, run_dir: str = "") -> Rendezvous:
 def build_rank_spec(trainer: ProcessSpec, rank: int, ranks: int, at: Rendezvous) -> ProcessSpec:
     """Return the spec of one rank. Its name is NAME for rank 0, then NAME-1 and so on."""
     name = rank_process_name(rank, trainer.name)
-    words = [trainer.arguments[0], name, *trainer.arguments[2:]]
-    words += ["--rank", str(rank), "--ranks", str(ranks)]
-    words += ["--rendezvous", at.address, "--channel", at.channel]
+    arguments = [trainer.arguments[0], name, *trainer.arguments[2:]]
+    arguments += ["--rank", str(rank), "--ranks", str(ranks)]
+    arguments += ["--rendezvous", at.address, "--channel", at.channel]
     is_local = is_loopback(at.address.rpartition(":")[0])
     # By default, each rank would also listen on a network address.
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if is_local else ()
     variables = {name: "lo" for name in names if name not in os.environ}
-    return replace(trainer, name=name, arguments=words, variables=variables)
+    return replace(trainer, name=name, arguments=arguments, variables=variables)
 
 
 def build_local_specs(

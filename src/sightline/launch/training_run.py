@@ -149,7 +149,7 @@ def resume_run(
     """Resume a run from its last checkpoint, with the settings of `file` if given."""
     run_dir = RunDir(path.absolute())
     if not run_dir.config.is_file():
-        raise ResumeRefused(f"{path} is not a run directory", "name the folder with config.toml")
+        raise ResumeRefused(f"{path} is not a run directory", "pass the folder with config.toml")
     context, status = find_context(), get_status(run_dir)
     if status.command != job.command:
         raise ResumeRefused(

@@ -48,7 +48,7 @@ def fetch(
         host, port = (parts.hostname or "").lower(), parts.port or _PORTS[parts.scheme]
     except (ValueError, KeyError) as error:  # KeyError: no scheme
         raise MediaRefused(
-            f"not a url: {url[:80]!r} ({error})", "write it as https://host/path"
+            f"this is not a url: {url[:80]!r} ({error})", "write it as https://host/path"
         ) from error
     default_port = port == _PORTS[parts.scheme]
     names = {f"{host}:{port}", host} if default_port else {f"{host}:{port}"}

@@ -41,7 +41,7 @@ MIN_INODES = 64
 _BATCH = 256
 """Number of files that gc checks under one lock, which blocks writers."""
 _TEMPORARY_MIN_AGE_S = 60.0
-"""A younger temporary file may belong to a live writer."""
+"""Minimum age in seconds at which a temporary file is removed. Younger ones may be in use."""
 
 
 class FreeSpace(NamedTuple):

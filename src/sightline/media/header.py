@@ -70,7 +70,7 @@ class ImageLimits(msgspec.Struct, frozen=True):
     def check_bytes(self, num_bytes: int) -> None:
         if num_bytes > self.max_bytes:
             raise MediaRefused(
-                f"{num_bytes} bytes, above the limit of {self.max_bytes}",
+                f"it has {num_bytes} bytes, above the limit of {self.max_bytes}",
                 "scale it down or compress it more",
             )
 
@@ -87,14 +87,14 @@ class ImageLimits(msgspec.Struct, frozen=True):
     def check_video(self, num_frames: int, duration_s: float, frame_pixels: int) -> None:
         if num_frames * frame_pixels > self.max_video_pixels:
             raise MediaRefused(
-                f"video of {num_frames} frames or more with {frame_pixels} pixels each, above the "
-                f"limit of {self.max_video_pixels} pixels in all",
+                f"the video has {num_frames} frames or more with {frame_pixels} pixels each, above "
+                f"the limit of {self.max_video_pixels} pixels in all",
                 "scale it down, split it, or encode it with fewer frames per second",
             )
         if num_frames > self.max_frames or duration_s > self.max_duration_s:
             raise MediaRefused(
-                f"video of {num_frames} frames and {duration_s:.1f} seconds or more, above the "
-                f"limits of {self.max_frames} and {self.max_duration_s:g}",
+                f"the video has {num_frames} frames and {duration_s:.1f} seconds or more, above "
+                f"the limits of {self.max_frames} and {self.max_duration_s:g}",
                 "split it, or encode it with fewer frames per second",
             )
 
@@ -160,14 +160,14 @@ _EXIF_WHOLE_NUMBERS = {1: "B", 3: "H", 4: "I"}
 
 def _broken(format_name: str, problem: str) -> MediaRefused:
     return MediaRefused(
-        f"truncated or broken {format_name}: {problem}",
+        f"the {format_name} is truncated or broken: {problem}",
         "send the whole file, or save the image again with a program that can open it",
     )
 
 
 def _over_budget(format_name: str, what: str, limit: int) -> MediaRefused:
     return MediaRefused(
-        f"{format_name} with more than {limit} {what}, the limit",
+        f"the {format_name} has more than {limit} {what}, the limit",
         "save the image again with another program",
     )
 
@@ -264,7 +264,7 @@ def _walk_jpeg(data: bytes) -> _Walked:
 def _walk_webp(data: bytes) -> _Walked:
     end = 8 + int.from_bytes(data[4:8], "little")
     if end > len(data):
-        raise _broken("WebP", f"its header says {end} bytes, the file has {len(data)}")
+        raise _broken("WebP", f"its header says {end} bytes, but the file has {len(data)}")
     size: tuple[int, int] | None = None
     says_exif = has_pixels = False
     exif = b""

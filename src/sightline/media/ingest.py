@@ -121,7 +121,7 @@ class ImageIngestor:
         digest = url.removeprefix(URL_PREFIX)
         if not is_digest(digest):
             fix = f"write it as {URL_PREFIX}<64 lowercase hex characters>, which is MediaRef.url"
-            raise MessageError(f"not a media url: {url[:80]!r}", fix)
+            raise MessageError(f"{url[:80]!r} is not a media url", fix)
         ref = self.store.get_ref(digest)
         if not self.store.touch(digest):  # only this machine's cache has it
             raise MediaMissing(
@@ -133,11 +133,11 @@ class ImageIngestor:
         try:
             parts = urlsplit(url)
         except ValueError as error:
-            raise MessageError(f"not a url: {url[:80]!r} ({error})", _FIX_SHAPE) from error
+            raise MessageError(f"{url[:80]!r} is not a url ({error})", _FIX_SHAPE) from error
         name = unquote(parts.path)
         if parts.netloc not in ("", "localhost") or not name.startswith("/") or "\0" in name:
             raise MessageError(
-                f"a file url without an absolute path: {url[:80]!r}",
+                f"the file url has no absolute path: {url[:80]!r}",
                 "write it as file:///absolute/path",
             )
         try:

@@ -5,8 +5,8 @@
     PREFIX/.gc               exists while gc removes a batch of images
 
 All times are from the store's clock. An object store has no locks for gc and writers. A writer that
-finds its image in the store therefore writes it again, waits for a removal in progress, and checks
-that the image exists. gc announces itself, and then checks the age of each image again before it
+finds its image in the store therefore writes it again. It waits for a removal in progress, and
+checks that the image exists. gc announces itself. It checks the age of each image again before it
 removes the image. An old announcement belongs to a killed gc.
 """
 
@@ -53,7 +53,7 @@ class ObjectRemote:
         except ImportError as error:
             raise MediaError(
                 f"the store {address} requires obstore, which is not installed",
-                "run: pip install 'sightline-rl[object-store]'",
+                "run `pip install 'sightline-rl[object-store]'`",
             ) from error
         self.address, self._timeout_s, self.deadline_s = address, timeout_s, deadline_s
         self._obstore, self._errors = obstore, exceptions

@@ -57,7 +57,7 @@ def inspect_video(
     with _open_stream(data, mime, limits) as stream:
         announced, fps = int(stream.frames), float(stream.average_rate or stream.guessed_rate or 0)
         if not MIN_FPS <= fps <= MAX_FPS:
-            raise MediaRefused(f"{mime} with {fps:g} frames per second", _FIX_SAVE)
+            raise MediaRefused(f"the {mime} has {fps:g} frames per second", _FIX_SAVE)
         codec = stream.codec_context
         limits.check_video(announced, announced / fps, codec.width * codec.height)
         for frame in _decode(stream, limits, max_s=limits.max_decode_s):
@@ -157,7 +157,7 @@ def _open_stream(data: bytes, mime: str, limits: ImageLimits) -> Iterator[Any]:
             codec = streams[0].codec_context if len(streams) == 1 else None
             if codec is None or codec.codec.canonical_name not in _CODECS:
                 raise MediaRefused(
-                    f"{mime} without exactly one video stream of a known codec",
+                    f"the {mime} does not have exactly one video stream of a known codec",
                     f"encode it as one of {', '.join(_CODECS)}",
                 )
             limits.check_size(codec.width, codec.height)
@@ -208,7 +208,7 @@ def import_av() -> Any:
         import av
     except ImportError as error:
         raise MediaError(
-            "videos require PyAV, which is not installed", "run: pip install 'sightline-rl[video]'"
+            "videos require PyAV, which is not installed", "run `pip install 'sightline-rl[video]'`"
         ) from error
     return av
 
@@ -229,7 +229,7 @@ def _check_boxes(data: bytes) -> None:
         kinds.add(data[at + 4 : at + 8])
         at += size
     if b"moov" not in kinds:
-        raise MediaRefused("MP4 without a moov box", _FIX_SAVE)
+        raise MediaRefused("the MP4 has no moov box", _FIX_SAVE)
 
 
 def _check_segment(data: bytes) -> None:

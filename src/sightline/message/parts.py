@@ -57,7 +57,7 @@ class VideoPart(
         ascends = all(a < b for a, b in itertools.pairwise([-math.ulp(0.0), *times, math.inf]))
         if self.frames and not ascends:
             raise MessageError(
-                f"frames at {times[:8]} seconds", "pass increasing times that start at 0 or later"
+                f"the times of frames do not increase: {times[:8]}", "pass increasing times from 0"
             )
 
     @property
@@ -163,7 +163,7 @@ def user(*parts: str | MediaRef | VideoPart | Image | bytes | Path) -> Message:
     for i, part in enumerate(parts):
         if not isinstance(part, str | MediaRef | VideoPart) and not is_image_source(part):
             fix = "pass texts, refs, PIL images, bytes, pathlib.Path or what video() returns"
-            raise MessageError.at(f"user()[{i}]", f"a {type(part).__name__}", fix)
+            raise MessageError.at(f"user()[{i}]", f"its type is {type(part).__name__}", fix)
     return Message(role="user", content=join_texts([build_part(part) for part in parts]))
 
 
@@ -176,7 +176,7 @@ def video(
     try:
         frames = tuple(VideoFrame(image, float(seconds)) for image, seconds in source)  # type: ignore
     except (TypeError, ValueError):
-        raise MessageError.at("video()", f"a {type(source).__name__}", _FIX_VIDEO) from None
+        raise MessageError.at("video()", f"it got a {type(source).__name__}", _FIX_VIDEO) from None
     return VideoPart(frames=frames)
 
 
@@ -204,14 +204,14 @@ def read_tool_call(call: Any, path: str) -> ToolCall:
         return call
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise MessageError.at(path, "not a tool call", "pass a function with name and arguments")
+        raise MessageError.at(path, "it is no tool call", "pass a function with name and arguments")
     arguments = function.get("arguments", "{}")
     if not isinstance(arguments, str):
         try:
             arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
             fix = "pass an object of JSON values"
-            raise MessageError.at(f"{path}.arguments", f"not JSON: {error}", fix) from None
+            raise MessageError.at(f"{path}.arguments", f"this is not JSON: {error}", fix) from None
     return ToolCall(name=function["name"], arguments=arguments, id=str(call.get("id") or ""))
 
 

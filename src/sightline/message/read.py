@@ -39,7 +39,7 @@ class ImageResolver(Protocol):
 
 def check_message_list(messages: object, path: str) -> None:
     if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
-        raise MessageError.at(path, f"a {type(messages).__name__}", "pass a list of messages")
+        raise MessageError.at(path, f"its type is {type(messages).__name__}", "pass a list")
 
 
 def to_messages(
@@ -53,7 +53,7 @@ def to_messages(
 def check_unicode(text: str, path: str) -> None:
     """Raise MessageError for text that cannot be encoded as UTF-8."""
     if not is_whole_text(text):
-        raise MessageError.at(path, "text with an unpaired surrogate", "remove or replace it")
+        raise MessageError.at(path, "the text has an unpaired surrogate", "remove or replace it")
 
 
 def is_whole_text(text: str) -> bool:
@@ -79,17 +79,17 @@ def to_message(message: Message | dict[str, Any], resolver: ImageResolver, path:
     if role == "developer":  # OpenAI's newer name, which chat templates do not know
         role = "system"
     if role not in ROLES:
-        raise MessageError.at(f"{path}.role", f"{role!r}", f"use one of {', '.join(ROLES)}")
+        raise MessageError.at(f"{path}.role", f"{role!r} is no role", f"use {' or '.join(ROLES)}")
     for key in message.keys() - _KNOWN_KEYS:
-        raise MessageError.at(f"{path}.{key}", "an unknown key", "remove it")
+        raise MessageError.at(f"{path}.{key}", "this key is unknown", "remove it")
     for key in ("audio", "function_call", "refusal"):
         if message.get(key):
-            raise MessageError.at(f"{path}.{key}", "not supported", "remove it")
+            raise MessageError.at(f"{path}.{key}", "this is not supported", "remove it")
     for key in ("reasoning_content", "reasoning", "tool_call_id", "name"):
         _check_type(message.get(key), str | None, f"{path}.{key}", "pass text or null")
     if message.get("content") is None and role != "assistant":
         fix = "pass text, which may be empty, or a list of parts"
-        raise MessageError.at(f"{path}.content", "missing or null", fix)
+        raise MessageError.at(f"{path}.content", "it is missing or null", fix)
     reasoning = message.get("reasoning_content")
     return Message(
         role=role,
@@ -103,7 +103,7 @@ def to_message(message: Message | dict[str, Any], resolver: ImageResolver, path:
 
 def _check_type(value: Any, kinds: Any, path: str, fix: str) -> None:
     if not isinstance(value, kinds):
-        raise MessageError.at(path, f"a {type(value).__name__}", fix)
+        raise MessageError.at(path, f"its type is {type(value).__name__}", fix)
 
 
 def _check_parts(parts: Any, path: str) -> None:
@@ -126,10 +126,10 @@ def _check_refs(part: Part, path: str) -> Part:
     for ref, where, is_video in refs:
         _check_type(ref, MediaRef, f"{path}.{where}", "put it into the store and pass its ref")
         if ref.is_video != is_video:
-            actual, wanted = ("a video", "an image") if ref.is_video else ("an image", "a video")
+            actual, expected = ("a video", "an image") if ref.is_video else ("an image", "a video")
             raise MessageError.at(
                 f"{path}.{where}",
-                f"expected {wanted}, got {actual}",
+                f"expected {expected}, got {actual}",
                 "send images as image parts, and videos as parts of type video_url",
             )
     return part
@@ -154,7 +154,7 @@ def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
     kind = part.get("type")
     if kind in TEXT_KINDS:
         if not isinstance(part.get("text"), str):
-            raise MessageError.at(f"{path}.text", "missing or not a string", "pass the text")
+            raise MessageError.at(f"{path}.text", "it is missing or not a string", "pass the text")
         return TextPart(part["text"])
     if kind in IMAGE_KINDS:
         image, where = get_image_source(part, path)
@@ -164,7 +164,7 @@ def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
         return _check_refs(_read_video(part, resolver, path), path)
     raise MessageError.at(
         f"{path}.type",
-        f"{kind!r} is not supported" if "type" in part else "missing",
+        f"{kind!r} is not supported" if "type" in part else "it is missing",
         f"use one of {', '.join(TEXT_KINDS + IMAGE_KINDS + VIDEO_KINDS)}",
     )
 
@@ -182,7 +182,7 @@ def _read_video(part: dict[str, Any], resolver: ImageResolver, path: str) -> Vid
         _check_type(frame, dict, where, "pass a dict with an image and its seconds")
         seconds = frame.get("seconds")
         if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-            raise MessageError.at(f"{where}.seconds", "missing or not a number", "pass the time")
+            raise MessageError.at(f"{where}.seconds", "it is missing or no number", "pass the time")
         image, at = get_image_source(frame, where)
         ref = image if isinstance(image, MediaRef) else resolver.resolve(image, at)
         frames.append(VideoFrame(ref, float(seconds)))

@@ -62,14 +62,14 @@ def build_servers(
     config: RunFile, run_dir: RunDir, events: EventLog, secret: str, urls: Sequence[str]
 ) -> ServerPool:
     is_own = not config.inference.servers
-    wanted = list_wanted(run_dir, config.inference.servers)
+    states = list_wanted(run_dir, config.inference.servers)
     return ServerPool(
         run_dir.read_id(),
         events,
         [
             build_client(config, secret, url, is_own)
             for url in urls
-            if url and wanted.get(url) != REMOVE
+            if url and states.get(url) != REMOVE
         ],
         # The weights of external servers are unknown until they adopt a version.
         first_version=0 if is_own else UNKNOWN_VERSION,

@@ -194,12 +194,12 @@ class Orchestrator:
         last_step = min(self.policy.version + 1 + max_lag, self.last_step)
         missing = (last_step - step + 1) * per_step - collection.num_groups
         # A step that waits for a fresh group needs one more, even if its batch is full.
-        wanted = max(missing, 1 if last_step >= step else 0)
+        num_needed = max(missing, 1 if last_step >= step else 0)
         # Starting more at once would not finish a step sooner: the groups of two steps would finish
         # together, and the trainer would idle and then get two batches. With this bound, step times
         # differ by at most twice the time from a version's update to its use.
         at_once = per_step * max(1, max_lag)
-        return max(0, min(wanted, at_once) - self.rollouts.num_ahead)
+        return max(0, min(num_needed, at_once) - self.rollouts.num_ahead)
 
     def _is_full(self, collection: StepCollection, wants_fresh: bool) -> bool:
         per_step = self.settings.groups_per_step

@@ -136,7 +136,7 @@ class PublishedPolicies:
             self.known.add(Manifest(version=0, vision_version=0, files=[], run=self.run).policy)
 
     def check_trace(self, trace: Trace) -> None:
-        """Raise if a trace has an invalid answer or one from another policy. This ends the run."""
+        """Raise if an answer is invalid or from a different policy. This ends the run."""
         if trace.error_kind == WRONG_ANSWER:
             problem, _, fix = trace.error.partition("\n  fix: ")
             raise EngineError(f"rollout {trace.id}: {problem}", fix, WRONG_ANSWER, status=502)
@@ -144,10 +144,10 @@ class PublishedPolicies:
         if foreign:
             label = min(foreign)
             names = {known.version: str(known) for known in sorted(self.known)}
-            ours = names.get(label.version, "nothing")
+            published = names.get(label.version, "nothing")
             raise PolicyMismatch(
                 f"rollout {trace.id} was sampled by the weights {str(label)!r}, which run "
-                f"{self.run} did not publish (it published {ours} as version {label.version})",
+                f"{self.run} did not publish (it published {published} as version {label.version})",
                 "make sure that nothing else changes the weights of this run's servers, then "
                 "resume. The run did not train on that rollout",
             )

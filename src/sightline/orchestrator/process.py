@@ -175,8 +175,8 @@ async def _keep_server_changes(
         with contextlib.suppress(FileNotFoundError):
             if (now := run_dir.servers.stat().st_mtime_ns) != seen:
                 seen = now
-                wanted = list_wanted(run_dir, base)
-                await pool.apply(wanted, lambda url: new_client(url, is_own=False))
+                states = list_wanted(run_dir, base)
+                await pool.apply(states, lambda url: new_client(url, is_own=False))
         if (report := msgspec.json.encode(pool.reports)) != reported:
             reported = report
             # Not synced: the report is useless once the processes have ended.

@@ -2,7 +2,7 @@
 
 Each step writes verdicts, traces, batch and progress, in this order, and then announces the batch.
 A batch newer than the progress was never announced, so a resumed run makes it again. The progress
-holds the digests of batches that no checkpoint covers. Batch files with other digests are refused.
+holds the digests of batches that no checkpoint covers. Files with different digests are refused.
 If the progress file is lost, the run cannot be resumed, and its files are not changed.
 """
 

@@ -8,7 +8,7 @@
       a server waits to adopt while half of those ready do        unblocked by: them, a timeout
       the run ends: no server was ready for `outage_timeout_s`
 
-Every server is leased to the run and adopts the newest version before it serves, also when it
+Every server is leased to the run and adopts the newest version before it serves, even when it
 returns after a failure. Updates are rolling, so a slow server does not delay the others.
 """
 
@@ -290,13 +290,13 @@ class ServerPool:
                     self._tell(f"{server.url} {problem}: other servers get its requests")
                     self._leave(server, LOST, problem)
                     return
-        words = (
+        message = (
             f"{server.url} has not answered for {probe.silent_s:.0f} s. It has stopped, or its "
             "machine is unreachable. Other servers get its requests"
         )
         if probe.stuck_s:
-            words = f"{server.url} has computed one step for {probe.stuck_s:.0f} s: it is stuck"
-        self._tell(words)
+            message = f"{server.url} has computed one step for {probe.stuck_s:.0f} s: it is stuck"
+        self._tell(message)
         self._leave(server, LOST, "it is stuck" if probe.stuck_s else "it does not answer")
 
     async def _keep_adopting(self, server: PooledServer) -> None:
@@ -349,8 +349,8 @@ class ServerPool:
         server.state = state
         self.changed.notify()
 
-    def _tell(self, words: str) -> None:
-        self.events.write("process", words=words)
+    def _tell(self, message: str) -> None:
+        self.events.write("process", words=message)
         self.changed.notify()
 
 

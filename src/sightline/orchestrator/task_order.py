@@ -88,7 +88,7 @@ TASK_ORDERS: dict[str, Callable[..., int]] = {"sequential": sequential, "difficu
 
 
 def load_task_order(settings: OrchestratorConfig) -> TaskFunction:
-    """Load a run's task order. One from outside the package is tried first."""
+    """Load a run's task order. One from outside the package is tested first."""
     name, args = settings.task_order, settings.task_order_args
     function = load_function(
         SETTING, name, TASK_ORDERS, args, ("group", "progress", "records", "rng")

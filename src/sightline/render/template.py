@@ -151,19 +151,19 @@ class TemplateChild:
 
     def _start(self) -> None:
         self._stop()
-        ours, theirs = socket.socketpair()
-        ours.settimeout(self._deadline_s)
+        parent_end, child_end = socket.socketpair()
+        parent_end.settimeout(self._deadline_s)
         file = Path(__file__).with_name("template_child.py")
         variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in sys.path if p)
-        with ours, theirs:
+        with parent_end, child_end:
             self._process = subprocess.Popen(
                 build_command(file, str(self._cpu_s), cpu_s=0, memory_bytes=MEMORY_BYTES),
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=variables,
             )
-            self._stream = cast(BinaryIO, ours.makefile("rwb"))  # keeps the socket open
+            self._stream = cast(BinaryIO, parent_end.makefile("rwb"))  # keeps the socket open
 
     def _stop(self) -> int:
         """End the child, and return its status."""

@@ -92,7 +92,7 @@ class GenerateClient(RetryingClient):
         await self.request("POST", "/sightline/v1/lease", body)
 
     async def wait_healthy(self) -> None:
-        """Wait until the server answers. Raise if it has another version of Sightline.
+        """Wait until the server answers. Raise if it has a different version of Sightline.
 
         The launcher ends the run if it never answers.
         """
@@ -102,7 +102,7 @@ class GenerateClient(RetryingClient):
             health = {}
         if health == {"status": "ok"}:  # the full answer requires the token
             fix = "set [inference] token, or --token"
-            problem = f"the server at {self.base_url} requires another token"
+            problem = f"the server at {self.base_url} rejects this token"
             raise EngineError(problem, fix, "unauthorized", 401)
         check_release(str(health.get("release", "")), f"the server at {self.base_url}")
 

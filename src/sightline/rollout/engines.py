@@ -88,17 +88,17 @@ class InferenceEngine(ABC):
             )
         check_release(str(health.get("release", "")), where)
         expected = {"fingerprint": family.fingerprint, "engine": config.inference.engine}
-        for name, ours in expected.items():
-            if health[name] != ours:
+        for name, value in expected.items():
+            if health[name] != value:
                 raise ConfigError(
-                    f"{where} has {name} {health[name]!r}, the run {ours!r}"
+                    f"{where} has {name} {health[name]!r}, but the run has {value!r}"
                     + (f". Its settings are {health['settings']}" if name == "fingerprint" else ""),
                     "serve the checkpoint of [model] path with the same settings, or change the "
                     "run's",
                 )
         if health["max_model_len"] < config.inference.max_model_len:
             raise ConfigError(
-                f"{where} takes {health['max_model_len']} tokens, the run has "
+                f"{where} accepts {health['max_model_len']} tokens, but the run has "
                 f"max_model_len = {config.inference.max_model_len}",
                 "start it with a larger --max-model-len, or lower max_model_len",
             )

@@ -230,7 +230,7 @@ def _check_fields(fields: dict[str, Any], unsupported: Mapping[str, IsNeutral]) 
             fix = _FIXES.get(name, "leave it out")
             raise MessageError.at(name, f"{reprlib.repr(value)} is not supported", fix)
         if name not in unsupported and name not in ChatRequest.__struct_fields__:
-            raise MessageError.at(name, "unknown field", "leave it out")
+            raise MessageError.at(name, "this field is unknown", "leave it out")
 
 
 def _check_num_parts(messages: list[Any], most: int) -> None:

@@ -65,7 +65,7 @@ class ResponsesDialect(ChatDialect):
             if name in _UNSUPPORTED and not _UNSUPPORTED[name](value):
                 raise MessageError.at(name, "this value is not supported", "leave it out")
             if name not in _SAME_FIELDS | _READ_FIELDS | _IGNORED | _UNSUPPORTED.keys():
-                raise MessageError.at(name, "unknown field", "leave it out")
+                raise MessageError.at(name, "this field is unknown", "leave it out")
         chat = {name: value for name, value in fields.items() if name in _SAME_FIELDS}
         messages: list[Any] = []
         if self.has_instructions:
@@ -83,7 +83,7 @@ class ResponsesDialect(ChatDialect):
             chat["tools"] = _read_tools(fields["tools"])
         text = fields.get("text", {})
         if not isinstance(text, dict):
-            raise MessageError.at("text", f"a {type(text).__name__}", "pass an object")
+            raise MessageError.at("text", f"its type is {type(text).__name__}", "pass an object")
         self._is_translated = True
         return chat | {"response_format": text.get("format")}
 
@@ -98,7 +98,7 @@ class ResponsesDialect(ChatDialect):
         if isinstance(items, str):
             items = [{"role": "user", "content": items}]
         if not isinstance(items, list):
-            raise MessageError.at("input", f"a {type(items).__name__}", "pass text or items")
+            raise MessageError.at("input", f"its type is {type(items).__name__}", "pass items")
         messages: list[dict[str, Any]] = []
         answer: dict[str, Any] | None = None
         for i, item in enumerate(items):
@@ -154,7 +154,7 @@ class ResponsesDialect(ChatDialect):
 def _read_item(item: Any, path: str) -> dict[str, Any]:
     """Return the chat message that an item is, or is a part of."""
     if not isinstance(item, dict):
-        raise MessageError.at(path, f"a {type(item).__name__}", "pass an object")
+        raise MessageError.at(path, f"its type is {type(item).__name__}", "pass an object")
     kind = item.get("type", "message")
     if kind == "message":
         return {"role": item.get("role"), "content": item.get("content")}
@@ -168,7 +168,7 @@ def _read_item(item: Any, path: str) -> dict[str, Any]:
     if kind == "reasoning":
         parts = item.get("content") or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            raise MessageError.at(f"{path}.content", "not a list of parts", "send it as received")
+            raise MessageError.at(f"{path}.content", "it is no list", "send it as received")
         texts = [str(part.get("text", "")) for part in parts]
         return {"role": "assistant", "reasoning_content": "".join(texts) if texts else None}
     raise MessageError.at(

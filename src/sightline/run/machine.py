@@ -26,10 +26,10 @@ def runs_on_cpu(device: str) -> bool:
 def read_process_stat(pid: int) -> tuple[str, int]:
     """Return a process's state and parent. Without /proc, or if it is gone, the state is empty."""
     try:
-        words = read_text(f"/proc/{pid}/stat", errors="replace").rpartition(")")[2].split()
+        fields = read_text(f"/proc/{pid}/stat", errors="replace").rpartition(")")[2].split()
     except OSError:
         return "", 0
-    return words[0], int(words[1])
+    return fields[0], int(fields[1])
 
 
 def build_environ(threads: int) -> dict[str, str]:

@@ -33,13 +33,13 @@ class ServerChanges(msgspec.Struct, forbid_unknown_fields=True):
 
 def list_wanted(run_dir: RunDir, base: Sequence[str]) -> dict[str, Wanted]:
     """Return the wanted state of each server, for a run file with the servers `base`."""
-    wanted: dict[str, Wanted] = dict.fromkeys(base, SERVE)
+    states: dict[str, Wanted] = dict.fromkeys(base, SERVE)
     if run_dir.servers.exists():
         fix = "remove it. The run then uses the servers of its run file"
         changes = read_checked(run_dir.servers, ServerChanges, fix)
         if changes.base == tuple(base):
-            wanted |= changes.servers
-    return wanted
+            states |= changes.servers
+    return states
 
 
 def change_server(run_dir: RunDir, base: Sequence[str], url: str, wanted: Wanted) -> None:

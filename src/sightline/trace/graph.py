@@ -144,9 +144,9 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         self, parent: int, message: Message, data: bytes, slots: Sequence[Slot]
     ) -> Node | None:
         """Return the child of `parent` with this message and these tokens."""
-        wanted = (data, message, [slot.item for slot in slots])
+        expected = (data, message, [slot.item for slot in slots])
         for child in (self.nodes[c] for c in self.children(parent)):
-            if (child.token_ids.data, child.message, [s.item for s in child.slots]) == wanted:
+            if (child.token_ids.data, child.message, [s.item for s in child.slots]) == expected:
                 return child
         return None
 
@@ -186,7 +186,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
 
 
 def _has_same_slots(node: Node, start: int, slots: Sequence[Slot], first: int) -> bool:
-    """Return whether the slots of `node`, shifted by `start`, equal `slots` from `first` on."""
+    """Return whether the slots of `node`, shifted by `start`, equal `slots[first:]`."""
     after = first + len(node.slots)
     if after < len(slots) and slots[after].offset < start + len(node.token_ids):
         return False

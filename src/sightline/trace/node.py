@@ -90,19 +90,19 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         num_tokens, num_sampled = len(self.token_ids), self.num_sampled
         if not 0 <= self.sampled_start <= num_tokens or len(self.logprobs) != num_sampled:
             raise Misaligned(
-                f"node {self.id}: {len(self.logprobs)} logprobs for {num_tokens} tokens, sampled "
-                f"from {self.sampled_start} on",
+                f"node {self.id} has {len(self.logprobs)} logprobs for {num_tokens} tokens, "
+                f"sampled starting at {self.sampled_start}",
                 "drop the rollout. Its producer is broken",
             )
         if bool(self.finish_reason) != bool(num_sampled):
             raise Misaligned(
-                f"node {self.id}: {num_sampled} sampled tokens, finish reason "
+                f"node {self.id} has {num_sampled} sampled tokens and the finish reason "
                 f"{self.finish_reason!r}",
                 "a node has both or neither",
             )
         if self.routes is not None and self.routes.shape[:-2] != (num_tokens,):
             raise Misaligned(
-                f"node {self.id}: routes of shape {self.routes.shape} for {num_tokens} tokens",
+                f"node {self.id} has routes of shape {self.routes.shape} for {num_tokens} tokens",
                 "drop the rollout. Its producer is broken",
             )
         check_policy_spans(self.versions, num_sampled, f"node {self.id}")

@@ -75,7 +75,7 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
         for i, node in enumerate(self.nodes):
             if node.id != i or not ROOT <= node.parent < i:
                 raise Misaligned(
-                    f"trace {self.id}: node {node.id} with parent {node.parent} at place {i}",
+                    f"trace {self.id}: node {node.id} has parent {node.parent} and place {i}",
                     "nodes are numbered by their place and follow their parents",
                 )
             if not NO_TOOLS <= node.tools < len(self.toolsets):
@@ -86,7 +86,7 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
             num_turns += node.is_turn
         if self.per_turn is not None and len(self.per_turn) != num_turns:
             raise Misaligned(
-                f"trace {self.id}: {len(self.per_turn)} per_turn credits for {num_turns} turns",
+                f"trace {self.id} has {len(self.per_turn)} per_turn credits for {num_turns} turns",
                 "give one credit a turn, in the order in which they were committed",
             )
 
@@ -193,4 +193,4 @@ def _encode_tools(tools: Tools) -> str:
     try:
         return msgspec.json.encode(tools).decode()
     except (TypeError, UnicodeEncodeError) as error:
-        raise MessageError.at("tools", f"not JSON: {error}", "pass plain dicts") from None
+        raise MessageError.at("tools", f"this is not JSON: {error}", "pass plain dicts") from None

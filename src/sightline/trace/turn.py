@@ -88,7 +88,7 @@ class Turn:
 
         `pixel_digests` has one entry per slot of the whole prompt. It is None if the engine does
         not report digests. `message` is the parsed completion. `routes` are those of the tokens
-        from `routes_from` on, at least to the one before the last. Errors do not change the trace.
+        starting at `routes_from`, at least to the one before the last. Errors change nothing.
         """
         completion = list(completion_ids)
         take_routes = self._build_route_slices(len(completion), routes)
@@ -128,11 +128,11 @@ class Turn:
         if routes is None:
             return lambda start, stop: None
         start = self._branch_point.start
-        wanted = len(self.prompt_ids) + num_sampled - 1 - self.routes_from
-        if routes.ndim != 3 or len(routes) < wanted:
+        num_expected = len(self.prompt_ids) + num_sampled - 1 - self.routes_from
+        if routes.ndim != 3 or len(routes) < num_expected:
             raise Misaligned(
-                f"turn of trace {self._graph.id}: routes of shape {routes.shape} for {wanted} "
-                f"tokens from {self.routes_from} on",
+                f"turn of trace {self._graph.id}: {num_expected} tokens starting at "
+                f"{self.routes_from} have routes of shape {routes.shape}",
                 "the engine must report the experts of every token that it computed",
             )
         if start == 0:  # no token led to the first one
@@ -212,8 +212,8 @@ class Turn:
         who = f"turn of trace {self._graph.id}"
         if not completion or len(logprobs) != len(completion) or not finish_reason:
             raise Misaligned(
-                f"{who}: {len(completion)} tokens, {len(logprobs)} logprobs, finish reason "
-                f"{finish_reason!r}",
+                f"{who}: the answer has {len(completion)} tokens, {len(logprobs)} logprobs and the "
+                f"finish reason {finish_reason!r}",
                 "the engine must return tokens, a logprob for each and a finish reason; retry",
             )
         if not math.isfinite(sum(logprobs)):
@@ -232,7 +232,7 @@ class Turn:
         digests: list[str | None] = [None] * len(self.slots) if given is None else list(given)
         if len(digests) != len(self.slots):
             raise Misaligned(
-                f"turn of trace {self._graph.id}: {len(digests)} pixel digests for "
+                f"turn of trace {self._graph.id}: there are {len(digests)} pixel digests for "
                 f"{len(self.slots)} slots",
                 "the engine must return one digest per slot of the prompt, in their order",
             )

@@ -65,10 +65,10 @@ def check_patches(batch: MicroBatch, patches: UInt8[np.ndarray, "patches values"
 
 def check_features(batch: MicroBatch, num_features: int, family: Family) -> None:
     """Raise unless the number of features matches the pads in the distinct images' slots."""
-    wanted = sum(len(family.feature_offsets(entry.item)) for entry in batch.items)
-    if num_features != wanted:
+    num_pads = sum(len(family.feature_offsets(entry.item)) for entry in batch.items)
+    if num_features != num_pads:
         raise Misaligned(
-            f"{_describe_images(batch)}: {num_features} features for {wanted} visual tokens",
+            f"{_describe_images(batch)}: {num_features} features cannot fill {num_pads} pads",
             "the family's num_tokens and its vision tower disagree",
         )
 
@@ -79,13 +79,13 @@ def _check_slot(
     """Mark the slot's pads. Raise if its image, length or position is wrong."""
     problem = ""
     if not 0 <= slot.item < len(batch.items):
-        problem = f"a slot of image {slot.item}, of {len(batch.items)} images"
-    elif slot.length != (wanted := family.num_tokens(batch.items[slot.item].item)):
+        problem = f"a slot names image {slot.item} of {len(batch.items)}"
+    elif slot.length != (num_pads := family.num_tokens(batch.items[slot.item].item)):
         name = batch.items[slot.item].item.name
-        problem = f"{name} has a slot of {slot.length} tokens and fills {wanted}"
+        problem = f"{name} has a slot of {slot.length} tokens and fills {num_pads}"
     elif slot.offset < 0 or slot.end > len(in_slot) or in_slot[slot.offset : slot.end].any():
         place = f"past the {len(in_slot)} tokens or over another's"
-        problem = f"a slot from {slot.offset} to {slot.end}, {place}"
+        problem = f"a slot from {slot.offset} to {slot.end} is {place}"
     if problem:
         raise _misaligned(batch, slot.offset, problem)
     in_slot[slot.offset + family.feature_offsets(batch.items[slot.item].item)] = True

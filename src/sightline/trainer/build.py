@@ -169,7 +169,7 @@ def _build_features(
 def _check_teacher(
     path: str, model: ModelConfig, family: Family, renderer: Renderer, store: MediaStore
 ) -> None:
-    """Raise if the teacher uses other pixels or other tokens than the policy."""
+    """Raise if the teacher uses different pixels or tokens than the policy."""
     other, name = load_family(path, **model.overrides()), f"[algorithm] teacher = {path!r}"
     if other.fingerprint != family.fingerprint:
         raise ConfigError(

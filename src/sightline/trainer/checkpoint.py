@@ -76,7 +76,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
         raise ResumeRefused(problem, _USE_ANOTHER) from None
     if manifest.schema != SCHEMA:
         raise ResumeRefused(
-            f"{path} has schema {manifest.schema}, this version reads {SCHEMA}",
+            f"{path} has schema {manifest.schema}, but this version reads {SCHEMA}",
             "resume with the version of sightline that wrote it",
         )
     return manifest

@@ -129,7 +129,7 @@ class FileConversations:
         if row.get(column) is None:
             raise MessageError.at(
                 column,
-                f"missing; the row has {', '.join(sorted(row))}",
+                f"it is missing; the row has {', '.join(sorted(row))}",
                 "set [data] messages_column",
             )
         images = row.get(self._data.images_column) or []
@@ -186,8 +186,8 @@ class _RowImages:
         if is_sharegpt := "from" in message and "role" not in message:
             speaker = message.pop("from")
             if speaker not in _SHAREGPT_ROLES:
-                known = ", ".join(_SHAREGPT_ROLES)
-                raise MessageError.at(f"{path}.from", f"{speaker!r}", f"use one of {known}")
+                known = " or ".join(_SHAREGPT_ROLES)
+                raise MessageError.at(f"{path}.from", f"{speaker!r} is no role", f"use {known}")
             message |= {"role": _SHAREGPT_ROLES[speaker], "content": message.pop("value", None)}
         parts = message.get("content")
         if isinstance(parts, str) and _PLACEHOLDER in parts and (self._images or is_sharegpt):
@@ -236,7 +236,7 @@ def _decode_cell(cell: Any, path: str) -> Any:
     try:
         return json.loads(cell)
     except ValueError as error:
-        raise MessageError.at(path, f"text that is not JSON: {error}", "fix the row") from error
+        raise MessageError.at(path, f"the text is not JSON: {error}", "fix the row") from error
 
 
 class _PlaceholderResolver:
@@ -248,7 +248,7 @@ class _PlaceholderResolver:
     def put(self, source: Any) -> MediaRef:
         if isinstance(source, Path):
             if not source.is_file():
-                raise MediaError(f"no image at {source}", "put it there, or fix the row")
+                raise MediaError(f"there is no image at {source}", "put it there, or fix the row")
             with open_file(source) as file:
                 source = file.read(16)
         is_video = isinstance(source, bytes) and find_video_mime(source) is not None

@@ -101,7 +101,7 @@ def get_newest_checkpoint(root: Path) -> Path:
     chosen = CheckpointStore(root, keep=1).choose()
     if chosen.path is None:
         reason = f": {chosen.refused[0]}" if chosen.refused else ""
-        raise ConfigError(f"{root} holds no intact checkpoint{reason}", "name another run")
+        raise ConfigError(f"{root} holds no intact checkpoint{reason}", "pass another run")
     return chosen.path
 
 

@@ -145,7 +145,7 @@ class ReadyBatch:
                 if place + 1 in places and self.micro_batches[place + 1].made is None:
                     ready.pixels.start(self.micro_batches[place + 1].batch)
                 yield place, replace(ready, made=patches)
-            finally:  # also if an out-of-memory error ends the iteration
+            finally:  # even if an out-of-memory error ends the iteration
                 del patches
                 ready.pixels.release(ready.batch)
 
@@ -238,12 +238,12 @@ class BatchPreparer:
     def _digest_items(self, batch: Batch) -> tuple[PixelDigests, MediaProblems]:
         """Return the digests of all items, and the problems of bad ones."""
         # Keyed by the whole item, so that an item with a wrong size fails alone.
-        wanted = {item: sample for sample in batch.samples for item in sample.items}
+        samples_by_item = {item: sample for sample in batch.samples for item in sample.items}
         digests: dict[MediaItem, str] = {}
         problems: dict[MediaItem, BadMediaError] = {}
         materializer = self.pixels.materializer
-        materializer.store.prefetch(ref for item in wanted for ref in item.refs)
-        for item, flight in materializer.iterate(wanted, self.pixels.item_bytes):
+        materializer.store.prefetch(ref for item in samples_by_item for ref in item.refs)
+        for item, flight in materializer.iterate(samples_by_item, self.pixels.item_bytes):
             try:
                 digests[item] = flight.result().digest
             except Misaligned as error:
@@ -251,7 +251,7 @@ class BatchPreparer:
             except MediaError as error:
                 if isinstance(error.__cause__, OSError):
                     # A disk error may be temporary, and a replay would then train on other samples.
-                    name, store = wanted[item].trace_id, materializer.store
+                    name, store = samples_by_item[item].trace_id, materializer.store
                     raise add_location(error, name, batch.step, item, store) from error
                 problems[item] = error
             del flight  # frees its pixels before the next item is made

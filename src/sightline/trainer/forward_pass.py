@@ -89,7 +89,8 @@ def encode_blank(forward: Forward, device: torch.device) -> Float[Tensor, ""]:
     """Encode the smallest image, because the tower's collectives need every rank."""
     smallest = forward.blank_image()
     if smallest is None:
-        raise FamilyError("images on another rank, and no vision tower here", "report this")
+        problem = "another rank has images, but this rank has no vision tower"
+        raise FamilyError(problem, "this is a bug. Report it")
     patches, grid = smallest
     return forward.encode(patches.to(device), [grid]).sum()
 
@@ -123,14 +124,14 @@ class ContextShare:
             for slot in batch.slots
             if slot.offset < self.stop and self.start < slot.offset + slot.length
         ]
-        shown = sorted({slot.item for slot in slots})
-        made = ready.made
-        if made is not None:
-            rows = [made[starts[at] : starts[at + 1]] for at in shown]
-            made = np.concatenate(rows) if rows else None
-        items = [batch.items[at] for at in shown]
-        slots = [replace_fields(slot, item=shown.index(slot.item)) for slot in slots]
-        return replace(ready, batch=replace_fields(batch, items=items, slots=slots), made=made)
+        item_numbers = sorted({slot.item for slot in slots})
+        patches = ready.made
+        if patches is not None:
+            rows = [patches[starts[at] : starts[at + 1]] for at in item_numbers]
+            patches = np.concatenate(rows) if rows else None
+        items = [batch.items[at] for at in item_numbers]
+        slots = [replace_fields(slot, item=item_numbers.index(slot.item)) for slot in slots]
+        return replace(ready, batch=replace_fields(batch, items=items, slots=slots), made=patches)
 
     def divide_attention(self, pattern: AttentionPattern, num_tokens: int) -> AttentionPattern:
         return pattern if self._group is None else ContextPattern(pattern, self._group, num_tokens)

@@ -69,7 +69,7 @@ class Learner(LossComputer):
     diagnostics_every: int = 0
     """Steps between probes of whether the model uses its images; 0 for never."""
     replayed: range = range(0)
-    """Steps whose batches may come from a version that a replay computed with other bits."""
+    """Steps whose batches may come from a version that a replay computed with different bits."""
     timer: StepTimer = field(init=False)
     """Measures the parts of the current step."""
 

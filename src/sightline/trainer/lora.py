@@ -90,8 +90,8 @@ def _require_input_gradients(forward: Forward) -> None:
 def _find_target_layers(forward: Forward, settings: LoraConfig) -> list[str]:
     vision = {id(parameter) for _, parameter in forward.vision_parameters()}
     inside = {id(module) for block in forward.blocks() for module in block.modules()}
-    wanted = {"targets": settings.targets, "vision_targets": settings.vision_targets}
-    known: dict[str, set[str]] = {setting: set() for setting in wanted}
+    patterns_by_setting = {"targets": settings.targets, "vision_targets": settings.vision_targets}
+    known: dict[str, set[str]] = {setting: set() for setting in patterns_by_setting}
     found: list[str] = []
     for name, module in forward.model.named_modules():
         # Subclasses that compute more than a product, such as expert routers, get no adapter.
@@ -103,9 +103,9 @@ def _find_target_layers(forward: Forward, settings: LoraConfig) -> list[str]:
         last = name.rpartition(".")[2]
         setting = "vision_targets" if sees else "targets"
         known[setting].add(last)
-        if any(fnmatch(last, pattern) for pattern in wanted[setting]):
+        if any(fnmatch(last, pattern) for pattern in patterns_by_setting[setting]):
             found.append(name)
-    for setting, patterns in wanted.items():
+    for setting, patterns in patterns_by_setting.items():
         names = ", ".join(sorted(known[setting])) or "none: the model has no such layer"
         for pattern in patterns:
             if not any(fnmatch(name, pattern) for name in known[setting]):

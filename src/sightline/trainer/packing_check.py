@@ -16,8 +16,8 @@ MAX_SEQUENCES = 8
 """Sequences of one micro-batch that are computed alone."""
 SERVER = (
     "The trainer computes the same logprobs for a sequence alone, so suspect the server: if all "
-    "tokens differ, it has other weights or another dtype. If only tokens after images differ, it "
-    "has other pixels. Fix the server and start a new run"
+    "tokens differ, its weights or dtype differ. If only tokens after images differ, its pixels "
+    "differ. Fix the server and start a new run"
 )
 EITHER = (
     "Score a trace again with `sightline trace replay`: if the server then gives the trainer's "
@@ -49,7 +49,7 @@ def describe_suspect(ready: ReadyBatch, learner: Learner, limit: float) -> str:
     if kl <= limit:
         return SERVER
     return (
-        f"Suspect the trainer: it computes other logprobs for a sequence alone than packed with "
+        f"Suspect the trainer: it computes different logprobs for a sequence alone and packed with "
         f"others (KL {kl:.3g} per token). Check [trainer] compile_backend, and for a generic "
         "model, report the checkpoint's type"
     )

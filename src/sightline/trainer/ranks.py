@@ -69,8 +69,8 @@ EndProcess = Callable[[int, RankFailed], None]
 
 def exit_for_failure(rank: int, failed: RankFailed) -> None:
     """End this process because another rank failed."""
-    words = f"rank {rank} ends because rank {failed.rank} failed: {failed.problem}"
-    print(words, file=sys.stderr, flush=True)
+    message = f"rank {rank} ends because rank {failed.rank} failed: {failed.problem}"
+    print(message, file=sys.stderr, flush=True)
     os._exit(wire.EXIT_OTHER_RANK_FAILED)
 
 

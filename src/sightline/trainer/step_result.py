@@ -110,7 +110,7 @@ def copy_to_host(scored: list[tuple[MicroBatch, Tensor]]) -> list[tuple[MicroBat
 
 
 def check_same_bits(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> None:
-    """Raise if a token of version `step` - 1 has other logprob bits than the sampler's."""
+    """Raise if a token of version `step` - 1 has different logprob bits than the sampler's."""
     for batch, logprobs in scored:
         sampler, is_fresh = batch.logprobs.numpy(), batch.versions.numpy() == step - 1
         differs = np.flatnonzero((sampler != logprobs) & is_fresh)
@@ -120,7 +120,7 @@ def check_same_bits(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> N
             token = int(batch.token_ids.numpy()[batch.trained.numpy()[at]])
             raise PolicyMismatch(
                 f"step {step}: {len(differs)} of {int(is_fresh.sum())} tokens that version "
-                f"{step - 1} sampled have other logprobs in the trainer, with [model] exact. "
+                f"{step - 1} sampled have different logprobs in the trainer, with [model] exact. "
                 f"The first is token {token}, number {at - origin.start} of node {origin.node} in "
                 f"rollout {origin.trace_id}: {sampler[at]!r} at the sampler, {logprobs[at]!r} at "
                 "the trainer",

@@ -91,7 +91,7 @@ def _is_in_collective() -> bool:
 class BackgroundTask:
     name: str
     failed: Callable[[BaseException], None] = lambda error: None
-    """Gets an error of the work at once, because the loop may be waiting for something else."""
+    """Called immediately with the work's error, because the loop may wait for something else."""
     watchdog: StallWatchdog = field(default_factory=StallWatchdog)
     """Monitors the work. The loop's own watchdog is idle while the loop waits for a batch."""
     min_limit_s: float = 0.0

@@ -38,7 +38,7 @@ def collect_digests(*run_dirs: str | Path) -> set[str]:
         if not is_run_dir(run_dir):
             raise MediaError(
                 f"{run_dir} is not a run directory: it has none of {', '.join(RUN_FOLDERS)}",
-                "name the directory of a run that uses the store",
+                "pass the directory of a run that uses the store",
             )
         for folder in RUN_FOLDERS:
             _search_folder(run_dir / folder, digests)

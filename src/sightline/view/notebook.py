@@ -30,7 +30,7 @@ def _import_pandas() -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             "tables need the package pandas, which is not installed",
-            "pip install 'sightline-rl[notebook]'",
+            "run `pip install 'sightline-rl[notebook]'`",
         ) from error
     return pandas
 

@@ -151,7 +151,7 @@ def export_samples(
     store = RunFiles(run_dir).open_store()
     for file in files:
         if not file.is_file():
-            raise ConfigError(f"there is no {file}", "name a step that has traces")
+            raise ConfigError(f"there is no {file}", "pass a step that has traces")
         step = trace_files.find_step(file.name)
         verdicts = trace_files.read_verdicts(run_dir, [step]).get(step, {})
         target = (folder or run_dir.samples) / f"{file.stem}.parquet"

@@ -55,7 +55,7 @@ def get_run_dir(path: Path) -> RunDir:
         path = Path("runs") / path
     if not is_run(path):
         raise ConfigError(
-            f"{path} is not a run directory", "name the folder with config.toml and metrics.jsonl"
+            f"{path} is not a run directory", "pass the folder with config.toml and metrics.jsonl"
         )
     return RunDir(path)
 

@@ -94,10 +94,10 @@ def check_holds_lock(run_dir: RunDir, launcher: Launcher) -> None:
     except OSError:
         locks, owner = [], -1
     held = any(
-        words[3] == "WRITE" and words[4] == str(launcher.pid)
-        and words[5].rpartition(":")[2] == str(inode)
-        for words in locks
-        if len(words) > 5
+        fields[3] == "WRITE" and fields[4] == str(launcher.pid)
+        and fields[5].rpartition(":")[2] == str(inode)
+        for fields in locks
+        if len(fields) > 5
     )  # fmt: skip
     if not held or owner != os.geteuid():
         raise ConfigError(
@@ -177,8 +177,8 @@ def find_state(
     if (summary := files.find_summary()) is not None:
         problem = str(summary.get("stopped_by") or "")
         # Earlier versions wrote no outcome.
-        words = FAILED if problem not in ("", SIGNAL) else STOPPED if problem else FINISHED
-        return RunState(str(summary.get("outcome") or words), problem)
+        outcome = FAILED if problem not in ("", SIGNAL) else STOPPED if problem else FINISHED
+        return RunState(str(summary.get("outcome") or outcome), problem)
     if is_trained:  # earlier versions of sft wrote no summary
         return RunState(FINISHED)
     metrics, lock = files.run_dir.metrics, files.run_dir.lock
@@ -272,7 +272,7 @@ def find_runs(paths: Iterable[Path]) -> list[RunDir]:
     run_dirs: dict[Path, RunDir] = {}
     for path in paths:
         if not path.is_dir():
-            raise ConfigError(f"there is no folder {path}", "name a run, or a folder of runs")
+            raise ConfigError(f"there is no folder {path}", "pass a run, or a folder of runs")
         root = path.resolve()
         for run in [path] if is_run(path) else path.iterdir():
             if is_below(root, run) and is_run(run):

@@ -40,11 +40,11 @@ def read_wanted_traces(path: Path, wanted: str | None) -> list[Trace]:
     if path.is_dir():
         files = sorted(p.name for p in (path / "traces").glob("*") if p.is_file())
         example = f", for example {path / 'traces' / files[-1]}" if files else ""
-        raise ConfigError(f"{path} is a folder", f"name a trace file{example}")
+        raise ConfigError(f"{path} is a folder", f"pass a trace file{example}")
     try:
         traces = list(read_traces(path))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", "name a trace file") from error
+        raise ConfigError(f"{path}: {error.strerror}", "pass a trace file") from error
     if wanted is None:
         return traces
     chosen = [trace for trace in traces if trace.id == wanted]
@@ -54,7 +54,7 @@ def read_wanted_traces(path: Path, wanted: str | None) -> list[Trace]:
         some = ", ".join(trace.id for trace in traces[:4])
         raise ConfigError(
             f"{path} has no trace {wanted!r}",
-            f"name one of its {len(traces)} traces by id ({some}...) or by number from 0",
+            f"pass one of its {len(traces)} traces by id ({some}...) or by number from 0",
         )
     return chosen
 
@@ -180,8 +180,8 @@ def open_media_store(args: argparse.Namespace) -> MediaStore:
     run_file = load_run_file(args)
     media = MediaConfig() if run_file is None else run_file.media
     root = media.root if args.media is None else args.media
-    own = args.file.absolute().parent.parent / "media"
-    return open_store(root or own, **media.store_options())
+    run_store = args.file.absolute().parent.parent / "media"
+    return open_store(root or run_store, **media.store_options())
 
 
 def load_model(args: argparse.Namespace) -> tuple[Family, Renderer]:
@@ -189,7 +189,7 @@ def load_model(args: argparse.Namespace) -> tuple[Family, Renderer]:
     run_file = load_run_file(args, [] if args.model is None else [f"model.path={args.model}"])
     if run_file is None and args.model is None:
         raise ConfigError(
-            f"{args.file} is in no run directory", "name the checkpoint with --model DIR"
+            f"{args.file} is in no run directory", "pass the checkpoint with --model DIR"
         )
     model = ModelConfig(path=str(args.model)) if run_file is None else run_file.model
     family = load_family(model.path, **model.overrides())

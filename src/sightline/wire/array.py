@@ -21,7 +21,7 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise Misaligned(f"array of dtype {self.dtype!r}", f"use one of {', '.join(DTYPES)}")
+            raise Misaligned(f"its dtype is {self.dtype!r}", f"use one of {', '.join(DTYPES)}")
         nbytes = math.prod(self.shape) * np.dtype(self.dtype).itemsize
         if min(self.shape, default=0) < 0 or nbytes != len(self.data):
             raise Misaligned(

@@ -62,7 +62,7 @@ def get_release() -> str:
 
 
 def check_release(release: str, who: str) -> None:
-    """Raise if a process runs another version, whose messages may have other meanings."""
+    """Raise if a process runs a different version, whose messages may have different meanings."""
     if release != get_release():
         raise WireError(
             f"{who} runs {release or 'an older sightline'}, this is {get_release()}", _FIX

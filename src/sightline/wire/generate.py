@@ -154,8 +154,8 @@ class Choice(msgspec.Struct, frozen=True):
     logprobs: Logprobs | None = None
     weight_versions: list[VersionSpan] | None = None
     routes: Array | None = None
-    """The experts of each token from `routes_from` on, except the last one, which the engine has
-    not computed: (tokens, layers, experts per token). None for a model without experts."""
+    """The experts of each token starting at `routes_from`, except the last one, which the engine
+    has not computed: (tokens, layers, experts per token). None for a model without experts."""
 
 
 class SightlineFields(msgspec.Struct, frozen=True):
@@ -281,9 +281,9 @@ def _find_wrong_routes(request: GenerateRequest, choice: Choice) -> str:
     if (routes := choice.routes) is None:
         return ""
     first, num_tokens = request.sampling_params.routes_from, len(request.token_ids)
-    wanted = 0 if first is None else num_tokens + len(choice.token_ids) - 1 - first
-    is_right = len(routes.shape) == 3 and len(routes) == wanted
-    return "" if is_right else f"routes of shape {routes.shape} for {wanted} tokens"
+    num_expected = 0 if first is None else num_tokens + len(choice.token_ids) - 1 - first
+    is_right = len(routes.shape) == 3 and len(routes) == num_expected
+    return "" if is_right else f"routes of shape {routes.shape} for {num_expected} tokens"
 
 
 def _wrong_answer(request_id: str, what: str) -> EngineError:

@@ -44,7 +44,7 @@ class VideoStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         is_placed = 0 <= self.number < self.num_frames and 0 < self.seconds <= MAX_STEP_S
         has_frames = bool(self.frames) != bool(self.further) and min(self.frames, default=0) >= 0
         if not is_placed or not has_frames:
-            raise Misaligned(f"not a video step: {self}", "create items with family.steps")
+            raise Misaligned(f"this is not a video step: {self}", "create items with family.steps")
 
 
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -65,10 +65,10 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     def __post_init__(self) -> None:
         check_schema(self.schema, ITEM_SCHEMA, "media item")
         if min(self.grid) < 1:
-            raise Misaligned(f"media item with grid {self.grid}", "create items with family.item")
+            raise Misaligned(f"a media item has grid {self.grid}", "create items with family.item")
         if self.ref.is_video != (self.step is not None and bool(self.step.frames)):
             raise Misaligned(
-                f"an item of {self.ref!r} with step {self.step}", "create items with the family"
+                f"an item of {self.ref!r} has step {self.step}", "create items with the family"
             )
 
     @property

@@ -73,9 +73,9 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         num_tokens, num_trained = len(self.token_ids), len(self.trained)
-        wanted = dict.fromkeys(("positions", "subtree_end", "parent"), num_tokens)
-        wanted |= {name: num_trained for name in PER_TRAINED if getattr(self, name) is not None}
-        wrong = [name for name, num in wanted.items() if getattr(self, name).shape[-1:] != (num,)]
+        lengths = dict.fromkeys(("positions", "subtree_end", "parent"), num_tokens)
+        lengths |= {name: num_trained for name in PER_TRAINED if getattr(self, name) is not None}
+        wrong = [name for name, num in lengths.items() if getattr(self, name).shape[-1:] != (num,)]
         if self.routes is not None and self.routes.shape[:-2] != (num_tokens,):
             wrong.append("routes")
         if wrong:

@@ -63,9 +63,9 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("logprobs", "advantages", "versions", "teacher_logprobs"):
             array = getattr(self, name)
             if array is not None and len(array) != num_trained:
-                raise self._misaligned(f"{len(array)} {name} for {num_trained} trained tokens")
+                raise self._misaligned(f"{num_trained} trained tokens have {len(array)} {name}")
         if self.routes is not None and self.routes.shape[:-2] != (num_tokens,):
-            raise self._misaligned(f"routes of shape {self.routes.shape} for {num_tokens} tokens")
+            raise self._misaligned(f"{num_tokens} tokens have routes of shape {self.routes.shape}")
         if self.advantages is not None and not np.isfinite(self.advantages.numpy()).all():
             raise self._misaligned("an advantage is not finite")
         trained = self.trained.numpy()
@@ -106,7 +106,7 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: list[Sample]
     schema: int = SAMPLE_SCHEMA
     replayed: list[str] = []
-    """Ids of groups that an earlier batch has trained, too."""
+    """Ids of groups that an earlier batch has also trained."""
 
     def __post_init__(self) -> None:
         check_schema(self.schema, SAMPLE_SCHEMA, "batch", OLDEST_SCHEMA)

@@ -1,7 +1,7 @@
 """The manifest of published weights. It is written last, so the files that it names are complete.
 
-The bits of a version never change. If it is recomputed with other bits, it gets a new epoch. Its
-label identifies the weights, and every engine response carries the label.
+The bits of a version never change. If it is recomputed with different bits, it gets a new epoch.
+Its label identifies the weights, and every engine response carries the label.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The version at which the vision tower last changed."""
     files: list[WeightFile]
     epoch: int = 0
-    """Incremented when a version is recomputed with other bits."""
+    """Incremented when a version is recomputed with different bits."""
     transport: str = FILES
     """Name of the weight transport that reads this manifest (`compute.weight_transport`)."""
     payload: dict[str, Any] = {}

@@ -79,10 +79,10 @@ def test_kl_term_keeps_groups_with_equal_rewards() -> None:
 
 
 def test_critic_trains_on_equal_rewards_even_with_a_kl_term() -> None:
-    judged = GroupJudge(1, PPO(AlgorithmConfig(name="ppo", kl_coef=0.1))).judge(
+    decided = GroupFilter(1, PPO(AlgorithmConfig(name="ppo", kl_coef=0.1))).decide(
         [trace(0.3), trace(0.3)], step=1
     )
-    assert verdicts(judged) == ["train"] * 2 and judged.has_signal
+    assert verdicts(decided) == ["train"] * 2 and decided.has_signal
 
 
 def test_sample_older_than_the_lag_is_stale_and_replaced() -> None:

@@ -152,5 +152,5 @@ def test_interrupted_study_resumes(
     assert "1/1 noise=1, ppo, seed 0" in output and "noise=1, none" not in output
     assert len(bench.read_results(tmp_path / bench.RESULTS, size)) == 2
     assert (tmp_path / "charts" / "mismatch_noise_reward.svg").is_file()
-    with pytest.raises(ConfigError, match="another size"):
+    with pytest.raises(ConfigError, match="a different size"):
         bench.read_results(tmp_path / bench.RESULTS, StudySize())

@@ -119,7 +119,7 @@ def swap_ends(tokenizer: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "edit", "problem"),
     [
-        ("config.json", set_image_token, "the chat format shows an image with the tokens"),
+        ("config.json", set_image_token, "the chat format writes an image as the tokens"),
         ("tokenizer.json", swap_ends, "tokenizer_config.json says that '<|endoftext|>' is token"),
         ("generation_config.json", lambda config: config.update(eos_token_id=[3]), "ends a turn"),
         ("config.json", lambda config: config.update(eos_token_id=3), "eos_token_id = 3, but"),

@@ -144,4 +144,4 @@ def test_replay_without_a_server_renders_the_trace(
     write_traces(path, [changed(trace, 1, message=user("else"))])
     output = tell(capsys, "replay", path, *where, code=1)
     assert "trace r node 1: message differ" in output
-    assert "name the checkpoint with --model" in tell(capsys, "replay", path, code=2)
+    assert "pass the checkpoint with --model" in tell(capsys, "replay", path, code=2)

@@ -79,7 +79,7 @@ def test_unannounced_version_is_refused(tmp_path: Path, change: str) -> None:
         manifest = structs.replace(manifest, version=2)
     thread = threading.Thread(target=sender.send, args=(manifest,))
     thread.start()
-    with pytest.raises(WeightsError, match="other bits than were announced"):
+    with pytest.raises(WeightsError, match="its bits differ from the announced ones"):
         read_weights(path)
     thread.join(60)
 

@@ -79,7 +79,7 @@ def test_changed_bit_in_shared_memory_is_detected(tmp_path: Path) -> None:
         damaged[place] ^= 0x80
         with open(memory, "r+b") as file:
             file.write(damaged)
-        with pytest.raises(WeightsError, match="other bits than were announced"):
+        with pytest.raises(WeightsError, match="its bits differ from the announced ones"):
             read_weights(path)
     with open(memory, "r+b") as file:
         file.write(data)

@@ -203,7 +203,10 @@ def test_demonstrations_answer_held_out_rows(tmp_path: Path, store: MediaStore) 
     talk = env.demonstration(env.task(0, "sft"), store.put, random.Random(0))
     assert [message.text for message in talk] == ["?", "Because."]
     env = Dataset(path, **options, demonstration_column="because")
-    with pytest.raises(ConfigError, match="rows.jsonl, line 1, column 'because': it is missing"):
+    with pytest.raises(
+        ConfigError,
+        match="rows.jsonl, line 1, column 'because': the row has no value in this column",
+    ):
         env.demonstration(env.task(0, "sft"), store.put, random.Random(0))
 
 

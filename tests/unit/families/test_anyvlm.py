@@ -131,7 +131,7 @@ def test_documented_model_has_the_documented_findings(
             lambda c: c.update(do_resize=False),
             "the image tokens trial failed",
         ),
-        ("processor_config.json", lambda c: c.update(patch_size=None), "refuses every image"),
+        ("processor_config.json", lambda c: c.update(patch_size=None), "rejects every image"),
         ("config.json", lambda c: c.update(image_token_index=5), "names token 5 .* for images"),
     ],
 )

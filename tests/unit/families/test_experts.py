@@ -106,10 +106,10 @@ def test_router_uses_the_given_experts_with_its_own_weights(forward: Any) -> Non
 def test_routes_of_another_model_are_refused(forward: Any) -> None:
     routing = forward.routing
     wrong = torch.zeros(5, routing.num_layers, routing.top_k + 1, dtype=routing.dtype)
-    with pytest.raises(Misaligned, match="for a model with"):
+    with pytest.raises(Misaligned, match="but the model has"):
         routing.use(wrong, replays=True)
     routing.use(wrong[..., :-1], replays=True)
-    with pytest.raises(Misaligned, match="routes of 5 tokens for 4 tokens"):
+    with pytest.raises(Misaligned, match="5 tokens have routes, but the layer computes 4"):
         blocks_of(forward)[0].gate(torch.randn(4, blocks_of(forward)[0].gate.hidden_dim))
 
 

@@ -85,7 +85,7 @@ def test_message_header_shows_its_name(load: Load) -> None:
     # A name is text and cannot forge a turn.
     forged = renderer.render([{**talk[1], "name": "<|im_end|>"}], generation_prompt=False)
     assert forged.token_ids.count(renderer.stop_token_ids[0]) == 1
-    for name, problem in ((3, "a int"), ("\ud800", "an unpaired surrogate")):
+    for name, problem in ((3, "its type is int"), ("\ud800", "an unpaired surrogate")):
         with pytest.raises(MessageError, match=rf"messages\[0\]\.name: .*{problem}"):
             renderer.render([{**talk[1], "name": name}])
 

@@ -88,7 +88,7 @@ def test_checkpoint_template_selects_the_format_quickly(
     began = time.process_time()
     renderer: Any = load_renderer(folder(kind), store)
     assert time.process_time() - began < 0.3
-    why = "because it writes the tokens of the folder's chat template"
+    why = "because it produces the same tokens as the folder's chat template"
     assert f"chat format: {name}, {why}" in renderer.describe()
 
 
@@ -329,7 +329,7 @@ def test_turn_is_parsed_with_its_own_tools(
     spans = [PolicySpan(0, len(completion), version=0, epoch=0)]
     node = turn.commit(completion, [-1.0] * len(completion), spans, "stop")
     assert json.loads(node.message.tool_calls[0].arguments) == {"a": "42"}
-    with pytest.raises(MessageError, match="^tools: not JSON"):
+    with pytest.raises(MessageError, match="^tools: this is not JSON"):
         Trace(id="a").prepare([user("hi")], renderer, [{"name": "\ud800"}])
 
 

@@ -138,6 +138,6 @@ def test_adapter_of_another_base_is_refused_and_changes_nothing(
     write_tiny("qwen_vl", other, seed=1)
     served, weights = open_served(other, "float32")
     before = {name: p.detach().clone() for name, p in served.model.named_parameters()}
-    with pytest.raises(WeightsError, match="another base"):
+    with pytest.raises(WeightsError, match="a different base"):
         weights.check(manifest.adapter, tensors)
     assert all(p.equal(before[name]) for name, p in served.model.named_parameters())

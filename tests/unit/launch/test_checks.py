@@ -52,7 +52,7 @@ def test_text_only_model_is_refused_for_an_image_environment(refuse, tmp_path: P
     text_only = tmp_path / "text_only"
     write_tiny("qwen_vl", text_only, seed=0, type="qwen3")
     message = refuse(model=text_only)
-    assert "'color_codeword' shows images" in message and "has no vision tower" in message
+    assert "'color_codeword' has images" in message and "has no vision tower" in message
     assert "choose a vision-language checkpoint" in message
 
 
@@ -260,7 +260,7 @@ def test_overrides_without_a_run_file_are_not_parsed_as_its_path(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["rl", "run.seed=1"]) == 2
-    assert "name one before the settings" in capsys.readouterr().err
+    assert "pass one before the settings" in capsys.readouterr().err
 
 
 def test_unreachable_store_is_refused(tmp_path: Path) -> None:

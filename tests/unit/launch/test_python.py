@@ -76,9 +76,9 @@ def test_pil_image_is_stored_when_its_message_is_sent(
 def test_invalid_part_is_refused_when_the_message_is_built(
     tiny_model: Path, store: MediaStore
 ) -> None:
-    with pytest.raises(MessageError, match=r"user\(\)\[1\]: a int"):
+    with pytest.raises(MessageError, match=r"user\(\)\[1\]: its type is int"):
         user("a", 3)  # type: ignore[arg-type]
-    with pytest.raises(MessageError, match=r"content\[0\].ref: a Image.*"):
+    with pytest.raises(MessageError, match=r"content\[0\].ref: its type is Image.*"):
         load_renderer(tiny_model, store).render([user(picture())])
 
 

@@ -110,7 +110,7 @@ def test_each_limit_is_enforced_independently(limits: ImageLimits) -> None:
 def test_video_with_an_unknown_codec_is_refused(store: MediaStore) -> None:
     frames = noise_frames(4, 32, 32)
     for data, why in (
-        (b"\0\0\0\x10ftypisom\0\0\0\0" + b"\0\0\0\x08free", "without a moov box"),
+        (b"\0\0\0\x10ftypisom\0\0\0\0" + b"\0\0\0\x08free", "has no moov box"),
         (b"\x1a\x45\xdf\xa3" + b"\0" * 64, "not WebM"),
         (encode_video(frames, codec=("mjpeg", "yuvj420p", {})), "codec"),
     ):

@@ -349,7 +349,7 @@ def test_resumed_mix_skips_no_task_of_a_member(run_dir: RunDir) -> None:
         world.task_order = TaskOrder(sequential, 0, {}, lambda: 0.0, mix, counts)
         world.rollouts.choose_task = world.task_order.choose
         open_tasks = {g: progress.open_tasks.get(g, g) for g in progress.open_groups}
-        world.rollouts.unjudged_groups = open_tasks
+        world.rollouts.undecided_groups = open_tasks
         play(world, steps)
         for request in world.played:
             numbers[request.task % 2].add(request.task // 2)

@@ -268,7 +268,7 @@ def test_inconsistent_nodes_cannot_be_created() -> None:
 
 def test_misaligned_trace_is_refused() -> None:
     node = Node(0, ROOT, user("a"), int32_array([1]), 1)
-    with pytest.raises(Misaligned, match="node 0 with parent -1 at place 1"):
+    with pytest.raises(Misaligned, match="node 0 has parent -1 and place 1"):
         Trace(id="t", nodes=[node, node])
     with pytest.raises(Misaligned, match="toolset 0 of 0"):
         Trace(id="t", nodes=[Node(0, ROOT, user("a"), int32_array([1]), 1, tools=0)])

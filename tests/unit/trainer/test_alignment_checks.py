@@ -66,7 +66,7 @@ def test_every_kind_of_misalignment_is_named(
         (with_slots(packed, first, Slot(offset + 1, length, item)), "over another's"),
         (with_slots(packed, first, Slot(-1, length, item)), "over another's"),
         (with_slots(packed, Slot(len(packed.token_ids) - 1, length, item)), "past the .* tokens"),
-        (with_slots(packed, Slot(offset, length, 99)), "a slot of image 99"),
+        (with_slots(packed, Slot(offset, length, 99)), "a slot names image 99"),
     ):
         with pytest.raises(Misaligned, match=problem):
             check(wrong, tiny_model, store)
@@ -84,7 +84,7 @@ def test_patches_and_features_are_counted_against_grids_and_pads(
     for wrong in (patches[1:], None):
         with pytest.raises(Misaligned, match=f"step 3, image {name}.* patches were made"):
             check_patches(packed, wrong)
-    with pytest.raises(Misaligned, match=f"{name}.*: {num + 1} features for {num} visual tokens"):
+    with pytest.raises(Misaligned, match=f"{name}.*: {num + 1} features cannot fill {num} pads"):
         check_features(packed, num + 1, family)
 
 

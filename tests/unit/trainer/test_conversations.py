@@ -127,7 +127,7 @@ def bad_row(content: Any, images: int = 0) -> dict[str, Any]:
     ("row", "problem"),
     [
         (bad_row([{"type": "file", "file": "x"}]), r"messages\[0\].content\[0\].type: 'file'"),
-        (bad_row([{"text": "no type"}]), r"messages\[0\].content\[0\].type: missing"),
+        (bad_row([{"text": "no type"}]), r"messages\[0\].content\[0\].type: it is missing"),
         (
             bad_row([{"type": "image", "image": 3}]),
             r"content\[0\].image: expected a URL, got a int",
@@ -144,8 +144,8 @@ def bad_row(content: Any, images: int = 0) -> dict[str, Any]:
         (bad_row([{"type": "text"}]), r"messages\[0\].content\[0\].text"),
         ({"messages": [{"role": "user", "content": "x"}], "images": []}, "assistant says"),
         ({"messages": [{"role": "owner", "content": "x"}], "images": []}, r"messages\[0\].role"),
-        ({"messages": 7, "images": []}, "messages: a int"),
-        ({"texts": [], "images": []}, "messages: missing; the row has images, texts"),
+        ({"messages": 7, "images": []}, "messages: its type is int"),
+        ({"texts": [], "images": []}, "messages: it is missing; the row has images, texts"),
     ],
 )
 def test_bad_parts_are_refused_with_their_path(

@@ -235,7 +235,7 @@ def test_batch_dependent_matmul_is_refused_with_its_shape(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exact, "multiply", lambda x, w, b, least, most: F.linear(x, w, b))
-    with pytest.raises(ConfigError, match=r"\(\d+ x \d+\) has other bits among \d+ rows"):
+    with pytest.raises(ConfigError, match=r"\(\d+ x \d+\) has different bits among \d+ rows"):
         load_model(model, load_family(model), "cpu", "float32", ("cpu", "float32"))
 
 

@@ -281,7 +281,7 @@ def test_routes_to_other_experts_are_refused(
             store,
             [msgspec.structs.replace(sample, routes=routes)],
         )
-    with pytest.raises(Misaligned, match=r"routes of shape .* for \d+ tokens"):
+    with pytest.raises(Misaligned, match=r"\d+ tokens have routes of shape"):
         msgspec.structs.replace(sample, routes=Array.of(wrong[1:], "uint8"))
 
 

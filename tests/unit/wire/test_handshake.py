@@ -107,7 +107,7 @@ def test_server_without_version_info_is_reported_as_a_token_mismatch() -> None:
         async with listening(serve_health({"status": "ok"})) as address:
             client = GenerateClient(address)
             try:
-                with pytest.raises(EngineError, match=f"{address} requires another token"):
+                with pytest.raises(EngineError, match=f"{address} rejects this token"):
                     await client.wait_healthy()
             finally:
                 await client.close()

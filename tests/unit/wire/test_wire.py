@@ -173,7 +173,7 @@ def test_samples_with_misaligned_trained_tokens_are_refused(
         ({"trained": Array.of(trained[::-1], "int32")}, "segments do not cover"),
         ({"segments": sample.segments[:-1]}, "segments do not cover"),
         ({"advantages": Array.of(trained * np.nan, "float32")}, "not finite"),
-        ({"logprobs": Array.of(trained[1:], "float32")}, "logprobs for"),
+        ({"logprobs": Array.of(trained[1:], "float32")}, "trained tokens have"),
         ({"slots": [*sample.slots, Slot(0, 1, 0)]}, r"slots\[\d+\]"),
         ({"slots": [Slot(0, 1, 99)]}, "item 99"),
     ):

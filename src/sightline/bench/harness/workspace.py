@@ -82,7 +82,7 @@ def work_folder(args: argparse.Namespace, needs_model: bool = True) -> Iterator[
     """
     kept: Path | None = getattr(args, "dir", None)
     if kept is not None and kept.exists() and any(kept.iterdir()):
-        raise ConfigError(f"{kept} is not empty", "name a new folder")
+        raise ConfigError(f"{kept} is not empty", "choose a new folder")
     with contextlib.ExitStack() as stack:
         if kept is None:
             scratch = tempfile.TemporaryDirectory(prefix="sightline-bench-")
@@ -99,13 +99,13 @@ def write_tiny(folder: Path, size: str = "tiny", **options: str) -> Path:
     return folder
 
 
-def run_sightline(command: str, file: Path, text: str, *words: str) -> None:
+def run_sightline(command: str, file: Path, text: str, *argv: str) -> None:
     """Write a run file and run `sightline COMMAND` on it, with a log file next to it."""
     file.write_text(text)
     log = file.with_suffix(".log")
     with open(log, "wb") as out:
         done = subprocess.run(
-            [sys.executable, "-m", "sightline", command, str(file), *words],
+            [sys.executable, "-m", "sightline", command, str(file), *argv],
             stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
     if done.returncode:
@@ -125,8 +125,8 @@ def start_server(
     args: argparse.Namespace, media: Path, max_model_len: int, more: Sequence[str] = ()
 ) -> contextlib.AbstractContextManager[str]:
     """Start an inference server in a process, and yield its address."""
-    words = ["--max-model-len", str(max_model_len), "--device", args.device, "--dtype", args.dtype]
-    return temporary_server(args.model, media, [*words, *more], args.threads)
+    argv = ["--max-model-len", str(max_model_len), "--device", args.device, "--dtype", args.dtype]
+    return temporary_server(args.model, media, [*argv, *more], args.threads)
 
 
 def draw_noise(rng: random.Random, width: int, height: int = 0) -> bytes:

@@ -63,10 +63,10 @@ def code(answer: str, expected: Any, language: str = "python") -> float:
 
     Python is compared by its syntax tree, other languages by their tokens.
     """
-    wanted = _read_code(find_block(str(expected)), language)
-    if not wanted:
+    reference_code = _read_code(find_block(str(expected)), language)
+    if not reference_code:
         raise ValueError(f"the reference {str(expected)[:80]!r} is not {language}")
-    return float(_read_code(find_block(answer), language) == wanted)
+    return float(_read_code(find_block(answer), language) == reference_code)
 
 
 def _read_code(text: str, language: str) -> Any:
@@ -130,8 +130,8 @@ def _find_json(text: str) -> Any:
 
 def _get_overlap(value: Any, reference: Any) -> float:
     """Return the F1 score of the leaves of two trees."""
-    given, wanted = (Counter(_list_leaves(tree)) for tree in (value, reference))
-    return 2 * (given & wanted).total() / (given.total() + wanted.total())
+    given, expected = (Counter(_list_leaves(tree)) for tree in (value, reference))
+    return 2 * (given & expected).total() / (given.total() + expected.total())
 
 
 def _list_leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

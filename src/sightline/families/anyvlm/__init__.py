@@ -71,7 +71,7 @@ def load_findings(path: Path) -> Findings:
             return findings
     if not installed:
         raise FamilyError(
-            f"{path} has not been tried yet, and transformers is not installed here",
+            f"{path} has not been tested yet, and transformers is not installed here",
             "run `sightline check` with this [model] path where transformers is installed. It "
             f"writes {FILE} into the folder",
         )
@@ -97,7 +97,7 @@ def _probe(path: Path) -> Findings:
 
 def _probe_in_process(path: Path) -> ProbeAnswer:
     """Run the trials in a subprocess, which imports torch and transformers."""
-    words = [sys.executable, "-m", "sightline.families.anyvlm.probe", str(path)]
+    command = [sys.executable, "-m", "sightline.families.anyvlm.probe", str(path)]
     file = Path(__file__).with_name("probe.py")
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     child = build_command(file, str(path), cpu_s=TIMEOUT_S, memory_bytes=memory_bytes)
@@ -105,12 +105,12 @@ def _probe_in_process(path: Path) -> ProbeAnswer:
         done = subprocess.run(child, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         problem = f"{path}: the trials did not finish within {TIMEOUT_S} s"
-        raise FamilyError(problem, f"run `{' '.join(words)}` to see where it stalls") from error
+        raise FamilyError(problem, f"run `{' '.join(command)}` to see where it stalls") from error
     try:
         return msgspec.json.decode(done.stdout.rpartition("\n\n")[2], type=ProbeAnswer)
     except msgspec.MsgspecError as error:
         problem = f"{path}: the trials crashed: {done.stderr[-2000:]}"
-        raise FamilyError(problem, f"run `{' '.join(words)}` to see the whole output") from error
+        raise FamilyError(problem, f"run `{' '.join(command)}` to see the whole output") from error
 
 
 load_renderer = AnyVLMRenderer.load

@@ -52,7 +52,7 @@ class Checkpoint:
             and type(config) in AutoModelForImageTextToText._model_mapping
         ):
             raise FamilyError(
-                "it shows images, but its config.json has no vision_config", UNSUPPORTED
+                "it accepts images, but its config.json has no vision_config", UNSUPPORTED
             )
         return config
 

@@ -62,7 +62,7 @@ class Findings(msgspec.Struct, frozen=True):
     """The results of the trials. Each trial fills in its own fields."""
 
     source: str = ""
-    """The digest of the checkpoint files that were tried."""
+    """The digest of the checkpoint files that were tested."""
     transformers: str = ""
     model_class: str = ""
     tower: list[str] = []

@@ -210,13 +210,13 @@ class AnyVLMForward(TextForward):
     def use_own_attention(self) -> Iterator[None]:
         """Let the model run as transformers defines it, inside the context."""
         self._set_attention("eager")
-        ours = vars(self._text).pop("_deepstack_process", None)  # use the model's own method
+        method = vars(self._text).pop("_deepstack_process", None)  # use the model's own method
         try:
             yield
         finally:
             self._set_attention(self._attention)
-            if ours is not None:
-                self._text._deepstack_process = ours
+            if method is not None:
+                self._text._deepstack_process = method
 
     def check_model(
         self, build_pattern: Callable[[np.ndarray], Any], engine: EngineTrial | None

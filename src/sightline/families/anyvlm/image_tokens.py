@@ -2,7 +2,7 @@
 
 Environment workers do not have transformers, so they compute token counts from sizes with a rule in
 `layout`. The counters in transformers do not return the marks and the grid that a prompt needs, and
-some are wrong, so the processor itself runs for every size that is tried.
+some are wrong, so the processor itself runs for every tested size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES: tuple[Size, ...] = (
 )  # fmt: skip
 """Widths and heights for which a rule must match the processor."""
 NUM_DRAWN = 100
-"""The number of random sizes that are also tried."""
+"""The number of random sizes that are also tested."""
 MAX_SMALL_SIDE = 64
 """The longest short side for which a rule may be wrong. Such images are then refused."""
 MAX_REFUSED = 12
@@ -166,7 +166,7 @@ class ImageTokens:
             return None
         if "pixel_values" not in result[0]:
             names = ", ".join(sorted(result[0]))
-            raise FamilyError(f"its processor makes {names}, not pixel_values", UNSUPPORTED)
+            raise FamilyError(f"its processor returns {names}, not pixel_values", UNSUPPORTED)
         return result
 
     def find_rule(self, findings: Findings) -> Findings:
@@ -176,7 +176,7 @@ class ImageTokens:
         for rule, settings in find_candidates(self.processor):
             expansions = self._learn(rule, settings, findings.pad)
             if not expansions:
-                problem = f"its processor refuses every image that was tried: {self._refusal}"
+                problem = f"its processor rejects every image tested: {self._refusal}"
                 fix = "fix the settings in preprocessor_config.json and processor_config.json"
                 raise FamilyError(problem, fix)
             fields = {"rule": rule, "rule_settings": settings, "merge": settings.get("merge", 1)}

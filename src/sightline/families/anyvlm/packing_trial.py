@@ -1,10 +1,10 @@
 """The packing trial, which tests whether sequences may share a row.
 
 The trial builds one layer of each kind from the model's code, with random weights. It runs two
-sequences (with images, if the model takes them): each alone, as padded rows with the model's own
-attention, packed into one row with causal attention, as a tree, and decoded with a KV cache. A
-third sequence is much longer than the others. The trial does not read the checkpoint's weights. It
-shortens windows and chunks so that the sequences exceed them.
+sequences (with images, if the model accepts them) in five ways: each alone, as padded rows with the
+model's own attention, packed into one row with causal attention, as a tree, and decoded with a KV
+cache. A third sequence is much longer than the others. The trial does not read the checkpoint's
+weights. It shortens windows and chunks so that the sequences exceed them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SAME = (
     "packed, as a tree and decoded with a KV cache, its layers compute the same as for each "
     "sequence alone"
 )
-_LATER = "and its weights will be tried when they are loaded"
+_LATER = "and its weights will be tested when they are loaded"
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,17 @@ def try_packing(path: Path, config: Any, findings: Findings) -> tuple[str, str]:
 
     Return why sequences need padded rows, or "", and why they may share a row otherwise.
     """
-    words, is_more = describe_layers(config)
+    description, is_more = describe_layers(config)
     try:
         model = build_tried_model(config)
         difference = None if model is None else find_difference(path, model, findings)
     except FOREIGN as error:
-        return words, f"a trial of its layers fails ({first_line(error)}), {_LATER}"
+        return description, f"a trial of its layers fails ({first_line(error)}), {_LATER}"
     if difference is None:
-        return words, f"its layers are too large for a trial of their own, {_LATER}"
+        return description, f"its layers are too large for a trial of their own, {_LATER}"
     if difference:
-        return f"{words or 'its layers are more than causal attention'}: {difference}", ""
-    return words if is_more else "", _SAME
+        return f"{description or 'its layers are more than causal attention'}: {difference}", ""
+    return description if is_more else "", _SAME
 
 
 def describe_layers(config: Any) -> tuple[str, bool]:

@@ -143,14 +143,14 @@ def try_image_tokens(checkpoint: Checkpoint, findings: Findings) -> Findings:
 def try_arrays(checkpoint: Checkpoint, findings: Findings) -> Findings:
     """Find the processor arrays that the model uses, and the one that contains an image's grid."""
     rule, settings = findings.rule, findings.rule_settings
-    wanted = {
+    kept_names = {
         name
         for part in (checkpoint.model, checkpoint.base)
         if hasattr(part, "get_image_features")
         for name in inspect.signature(type(part).get_image_features).parameters
     }
-    processed = {size: made[0] for size, made in checkpoint.images.processed.items() if made}
-    names = [name for name in next(iter(processed.values())) if name in wanted]
+    processed = {size: result[0] for size, result in checkpoint.images.processed.items() if result}
+    names = [name for name in next(iter(processed.values())) if name in kept_names]
     arrays: list[RowArray] = []
     grid = ""
     fills = rule == "patches_in_budget"
@@ -158,14 +158,14 @@ def try_arrays(checkpoint: Checkpoint, findings: Findings) -> Findings:
         if name.endswith("grid_thw") or (name == "image_sizes" and rule == "lines"):
             grid = name
             continue
-        raw = [made[name] for made in processed.values()]
+        raw = [result[name] for result in processed.values()]
         if rule == "lines":
             raw = [processors.cut_patches(array[0], settings["patch"]) for array in raw]
         has_batch = fills or raw[0].ndim == 5
         has_batch = has_batch or (name != "pixel_values" and arrays[0].has_batch)
         entries = [array[0] if has_batch else array for array in raw]
         fill_values: set[float] = set()
-        counts = [count_rows(made) for made in processed.values()]
+        counts = [count_rows(result) for result in processed.values()]
         if fills:
             counts = [int(np.prod(RULES[rule][0](*size, settings) or 0)) for size in processed]
             pairs = list(zip(entries, counts, strict=True))
@@ -192,15 +192,15 @@ def try_positions(checkpoint: Checkpoint, findings: Findings) -> Findings:
     ref = MediaRef("0" * 64, "image/png", 8, 8, 1)
     grid = (1, 2 * findings.merge, 3 * findings.merge)
     slots = [Slot(at, 6, MediaItem(ref, "anyvlm", grid, "")) for at in (3, 11)]
-    ours, _ = compute_mrope_positions(20, slots, findings.merge)
+    computed, _ = compute_mrope_positions(20, slots, findings.merge)
     ids = torch.zeros(1, 20, dtype=torch.long)
     for slot in slots:
         ids[0, slot.offset : slot.end] = findings.pad_id
     kinds, grids = (ids == findings.pad_id).int(), torch.tensor([grid, grid])
-    theirs, _ = checkpoint.base.get_rope_index(
+    reference, _ = checkpoint.base.get_rope_index(
         ids, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=torch.ones_like(ids)
     )
-    if findings.rule != "patches" or not np.array_equal(theirs[:, 0].numpy(), ours):
+    if findings.rule != "patches" or not np.array_equal(reference[:, 0].numpy(), computed):
         raise FamilyError("the model gives image tokens positions that are not MRoPE", UNSUPPORTED)
     return msgspec.structs.replace(findings, num_axes=3)
 
@@ -234,7 +234,7 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
         if tools and not renderer.takes_tools:
             continue
         try:
-            ours = renderer.render_read(messages, tools, prompt).token_ids
+            rendered_ids = renderer.render_read(messages, tools, prompt).token_ids
         except (MessageError, MediaRefused) as error:
             if len(messages) == NUM_MESSAGES and _is_rendered(renderer, messages[:2]):
                 raise FamilyError(
@@ -251,9 +251,9 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
             | ({"reasoning_content": m.reasoning} if m.reasoning else {})
             for m in messages
         ]
-        _, theirs = checkpoint.encode(given, prompt, tools)
-        if ours != theirs:
-            before, own, other = find_split(renderer, ours, theirs)
+        _, template_ids = checkpoint.encode(given, prompt, tools)
+        if rendered_ids != template_ids:
+            before, own, other = find_split(renderer, rendered_ids, template_ids)
             problem = f"after {before!r} transformers writes {other!r}, and our renderer {own!r}"
             raise FamilyError(problem, UNSUPPORTED)
     return findings
@@ -332,7 +332,7 @@ TEXT_TRIALS = ("model class", "packing", "chat template")
 
 
 def run_trials(path: Path) -> ProbeAnswer:
-    """Run all trials. transformers' warnings about the tried images are hidden."""
+    """Run all trials. transformers' warnings about the test images are hidden."""
     processors.load_processor.cache_clear()  # files may have changed
     checkpoint = Checkpoint(path)
     findings = Findings(source=digest_sources(path), transformers=find_version("transformers"))

@@ -75,8 +75,8 @@ def load_processor(path: Path) -> Any:
         "chat_template": tokenizer.chat_template,
     }
     # `save_pretrained` writes the settings of all parts into the same file.
-    own = {n: value for n, value in settings.items() if n in parameters and n not in parts}
-    return ImagesOnly(**parts, **own)
+    options = {n: value for n, value in settings.items() if n in parameters and n not in parts}
+    return ImagesOnly(**parts, **options)
 
 
 def check_processor(processor: Any, path: Path) -> None:
@@ -85,8 +85,8 @@ def check_processor(processor: Any, path: Path) -> None:
         raise FamilyError(f"{type(processor).__name__} takes no images", UNSUPPORTED)
     if getattr(processor, "image_token", None) is None:
         raise FamilyError("the processor names no token for an image", UNSUPPORTED)
-    own = getattr(type(processor), "replace_image_token", None)
-    if own in (None, ProcessorMixin.replace_image_token):
+    method = getattr(type(processor), "replace_image_token", None)
+    if method in (None, ProcessorMixin.replace_image_token):
         raise FamilyError(
             f"{type(processor).__name__} does not tell which tokens belong to an image: it writes "
             "them and changes the text around them in one step, and has no replace_image_token",
@@ -172,7 +172,7 @@ def process(processor: Any, image: Image.Image) -> tuple[dict[str, np.ndarray], 
     texts = outputs.pop("text_replacement_offsets")
     if [len(parts) for parts in texts] != [1]:
         counts = ", ".join(str(len(parts)) for parts in texts)
-        raise ValueError(f"from one prompt with one image it makes prompts with {counts} images")
+        raise ValueError(f"from one prompt with one image it returns prompts with {counts} images")
     ((replaced,),) = texts
     names = [name for name in outputs if name not in processor.tokenizer.model_input_names]
     arrays = {name: to_array(outputs[name]) for name in names if "token_type" not in name}
@@ -222,8 +222,8 @@ def apply_template(
 
     transformers gets a template that only writes the text, which `template` renders within limits.
     """
-    own = processor.chat_template or get_tokenizer(processor).chat_template
-    if template.source != (own.get("default") if isinstance(own, dict) else own):
+    templates = processor.chat_template or get_tokenizer(processor).chat_template
+    if template.source != (templates.get("default") if isinstance(templates, dict) else templates):
         raise FamilyError("transformers finds another chat template in the folder", UNSUPPORTED)
     forms = [{**message, "content": _hide_images(message["content"])} for message in messages]
     values: dict[str, Any] = dict(get_tokenizer(processor).special_tokens_map)
@@ -273,8 +273,8 @@ def make_rows(path: Path, findings: Findings, image: Image.Image) -> np.ndarray:
             array = array[: shape[0] * shape[1]]
         if array.shape[1:] != spec.shape or array.dtype.name != spec.dtype:
             raise Misaligned(
-                f"the processor made {spec.name} of {array.dtype} {array.shape}, but the trials "
-                f"found {spec.dtype} {spec.shape} for each entry",
+                f"the processor returned {spec.name} of {array.dtype} {array.shape}, but the "
+                f"trials found {spec.dtype} {spec.shape} for each entry",
                 "install the same transformers in every environment of the run",
             )
         if not spec.is_ones:

@@ -54,7 +54,7 @@ from sightline.wire import MediaItem, Slot, Span
 _SPEAKERS = frozenset({"system", "user", "assistant"})
 _REF = MediaRef("0" * 64, "image/png", 64, 64, 1)
 NUM_MESSAGES = 12
-"""The length of the longest conversation for which a chat template is tried."""
+"""The length of the longest conversation for which a chat template is tested."""
 
 Addition = tuple[bool, BlockKind, bool]
 """A kind of bridge: whether the prompt shows reasoning, the completion's reasoning kind, and
@@ -295,7 +295,7 @@ class AnyVLMRenderer(TemplateComposer):
     def _encode(
         self, composed: Composed, messages: Sequence[Message], offset: int = 0, begin: int = 0
     ) -> TokenRun:
-        """Tokenize the composed text from character `begin` on, after `offset` tokens."""
+        """Tokenize the composed text starting at character `begin`, after `offset` tokens."""
         run = TokenRun(self._tokenizer, offset, self.max_model_len)
         items = [self._family.item(ref) for m in messages for ref in m.images]
         num_images, at = 0, 0

@@ -50,14 +50,14 @@ class Serving(ServingSpec):
 
     def arguments(self, family: AnyVLMFamily) -> list[str]:
         is_own = family.findings.model_class in OWN_CLASSES
-        words = ["--model-impl", "vllm" if is_own else "transformers"]
+        options = ["--model-impl", "vllm" if is_own else "transformers"]
         if family.findings.rule == "fixed":
             # At startup, vLLM makes the processor count image tokens. This requires a crop size,
             # even for processors that do not crop images.
             height, width = family.findings.arrays[0].shape[-2:]
             size = {"crop_size": {"height": height, "width": width}}
-            words += ["--mm-processor-kwargs", json.dumps(size)]
-        return words
+            options += ["--mm-processor-kwargs", json.dumps(size)]
+        return options
 
     def vision_prefixes(self, family: AnyVLMFamily) -> tuple[str, ...]:
         return tuple(family.findings.tower)

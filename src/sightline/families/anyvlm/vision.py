@@ -1,4 +1,4 @@
-"""The family of a tried checkpoint, which lays out images with the rule that the trials found.
+"""The family of a tested checkpoint, which lays out images with the rule that the trials found.
 
 An image is stored as the exact bytes of the processor's arrays: one row per entry, with the entry's
 bytes from each array in order. transformers is imported only to compute pixels.
@@ -66,7 +66,7 @@ class AnyVLMFamily(Family):
 
     def expansion(self, width: int, height: int) -> Expansion:
         """Return the prompt text for an image of this size. Raise MediaRefused if there is none."""
-        count, words = RULES[self.findings.rule]
+        count, description = RULES[self.findings.rule]
         if min(width, height) < self.findings.min_side:
             raise MediaRefused(
                 f"an image of {width}x{height} has a side shorter than {self.findings.min_side} "
@@ -88,8 +88,8 @@ class AnyVLMFamily(Family):
         expansion = self._expansions.get(shape)
         if expansion is None:
             raise MediaRefused(
-                f"an image of {width}x{height} becomes {shape[0]}x{shape[1]} ({words}), a layout "
-                "that the trials did not see",
+                f"an image of {width}x{height} becomes {shape[0]}x{shape[1]} ({description}), "
+                "a layout that the trials did not see",
                 "crop it, or split it into several images",
             )
         if self.findings.rule == "tiles_of_large":
@@ -150,7 +150,7 @@ class AnyVLMFamily(Family):
         rows = make_rows(self.path, self.findings, image)
         if len(rows) != math.prod(layout.grid):
             raise Misaligned(
-                f"the processor made {len(rows)} rows of an image of {image.width}x{image.height}, "
+                f"the processor returned {len(rows)} rows of a {image.width}x{image.height} image, "
                 f"but the rule of the trials says {math.prod(layout.grid)}",
                 f"delete {self.path / FILE}, and report the size as a bug",
             )

@@ -1,8 +1,8 @@
 """The weights trial, which compares our computations with the whole model's own forward pass.
 
 It runs after the weights are loaded. A short conversation is computed alone, packed and as a tree.
-A long one is computed together with a row of a few tokens, in one pass and, in an engine, with the
-engine's KV cache: prefilled in two steps, and then decoded token by token.
+A long one is computed together with a row of a few tokens in one pass. An engine also computes it
+with its KV cache: it prefills in two steps, and then decodes token by token.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ class WeightsTrial:
         _, inputs = apply_template(processor, template, talk, return_tensors=kind)
         if inputs["input_ids"][0].tolist() != token_ids:
             raise FamilyError(
-                f"{self.family.path}: the weights trial failed: the processor writes other tokens "
-                "than it did for the probe",
+                f"{self.family.path}: the weights trial failed: the processor writes different "
+                "tokens than it did for the probe",
                 "install the same transformers in every environment of the run",
             )
         arrays = {name: torch.as_tensor(array) for name, array in inputs.items()}
@@ -223,12 +223,12 @@ class WeightsTrial:
         masks = [np.isin(tokens, row.pads) for row, tokens in parts]
         places, features = np.flatnonzero(np.concatenate(masks)), None
         if len(places):
-            shown = [
+            image_features = [
                 row.features[np.searchsorted(row.pads, tokens[mask])]
                 for (row, tokens), mask in zip(parts, masks, strict=True)
                 if row.features is not None
             ]
-            features = torch.cat(shown)
+            features = torch.cat(image_features)
         ids, axes, at = (torch.from_numpy(x).to(device) for x in (token_ids, along, places))
         return self.forward.hidden(ids[None], axes[:, None], features, at, pattern)[0]
 

@@ -99,11 +99,11 @@ class GlmVFamily(VideoFamily[VideoSettings]):
 
 
 def _sample_evenly(total: int, fps: float, settings: VideoSettings) -> list[int]:
-    seconds, wanted, last = total / fps, settings.fps, total - 1
+    seconds, target_fps, last = total / fps, settings.fps, total - 1
     if seconds <= settings.max_duration:
-        num = max(math.floor(seconds * wanted), 1)
-        return [min(last, math.ceil(i * fps / wanted)) for i in range(num)]
-    num = int(settings.max_duration * wanted)
+        num = max(math.floor(seconds * target_fps), 1)
+        return [min(last, math.ceil(i * fps / target_fps)) for i in range(num)]
+    num = int(settings.max_duration * target_fps)
     if num >= total:
         return list(range(total))
     return [min(last, math.ceil(second * fps)) for second in np.linspace(0, seconds, num)]

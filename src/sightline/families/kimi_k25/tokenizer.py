@@ -55,10 +55,10 @@ def _build_tokenizer_json(path: Path) -> str:
     ranks = read_ranks(path / RANKS_FILE)
     letters = _byte_letters()
     spelled = {token: "".join([letters[value] for value in token]) for token in ranks}
-    words = {spelled[token]: rank for token, rank in ranks.items()}
+    vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
     merges = [(spelled[a], spelled[b]) for a, b in find_merges(ranks)]
     # Like the published code, do not merge the parts of a word that is a token.
-    tokenizer = Library(BPE(vocab=words, merges=merges, fuse_unk=False, ignore_merges=True))
+    tokenizer = Library(BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=True))
     tokenizer.pre_tokenizer = split_words(WORD_PATTERN)
     tokenizer.decoder = decoders.ByteLevel()
     described: dict[str, Any] = json.loads(tokenizer.to_str())

@@ -1,7 +1,7 @@
 """Kimi K2.5's processor settings, image layout and patches.
 
 The published folder nests the settings under `media_proc_cfg`. transformers writes the same values
-at the top level, under other names. Both formats are supported.
+at the top level, under different names. Both formats are supported.
 
 An image that exceeds the limits shrinks to fit them. It is then padded with black, at the right and
 at the bottom, to whole visual tokens. Sizes match those of transformers' processor, which resizes

@@ -116,16 +116,16 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
         settings, temporal = self.get_video_settings(), self.temporal
         least, most = settings.min_frames, settings.max_frames
         if not settings.is_joined:
-            wanted = min(max(int(num_frames / fps * settings.fps), least), most, num_frames)
-            return [int(number) for number in np.linspace(0, num_frames - 1, wanted).round()]
+            num_sampled = min(max(int(num_frames / fps * settings.fps), least), most, num_frames)
+            return [int(number) for number in np.linspace(0, num_frames - 1, num_sampled).round()]
         most = math.floor(min(most, num_frames) / temporal) * temporal
         share = min(max(num_frames / fps * settings.fps, least), most, num_frames)
-        wanted = math.floor(share / temporal) * temporal
-        if not wanted:
+        num_sampled = math.floor(share / temporal) * temporal
+        if not num_sampled:
             return []
-        stride = num_frames / wanted
+        stride = num_frames / num_sampled
         # In float32 like torch.arange, which may round the last index past the end.
-        return [min(int(np.float32(i * stride)), num_frames - 1) for i in range(wanted)]
+        return [min(int(np.float32(i * stride)), num_frames - 1) for i in range(num_sampled)]
 
     def tell_time(self, seconds: Sequence[float]) -> float:
         return (seconds[0] + seconds[-1]) / 2

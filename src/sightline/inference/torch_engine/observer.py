@@ -55,7 +55,7 @@ class EngineObserver:
     """Whether this turn executed a prompt, or collected the token that one sampled."""
     _uncounted_vision_s: float = 0.0
     _last_decode_ended: float = 0.0
-    """End time of the last pure decode step; 0 if the last step was of another kind."""
+    """End time of the last pure decode step; 0 if the last step was of a different kind."""
 
     @property
     def step_s(self) -> float:

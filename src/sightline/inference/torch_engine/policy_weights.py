@@ -38,7 +38,7 @@ class PolicyWeights:
         lora.check_fits(self._own, adapter, tensors)
         for name in adapter.scales:
             if not isinstance(self._find_layer(name), nn.Linear):
-                raise WeightsError(f"an adapter of {name}", "adapt only linear layers")
+                raise WeightsError(f"{name} cannot have an adapter", "adapt only linear layers")
         trained = frozenset(tensors.keys() & self._own.keys())
         key = (adapter.base, adapter.dtype, trained)
         if self._verified != key:
@@ -49,7 +49,7 @@ class PolicyWeights:
 
     @torch.no_grad()
     def adopt(self, adapter: Adapter | None, tensors: NamedTensors) -> bool:
-        """Put a checked version into the model. Return whether the operations changed, too."""
+        """Put a checked version into the model. Return whether the operations also changed."""
         for name in self._own.keys() & tensors.keys():
             self._own[name].copy_(tensors[name])
         scales = {} if adapter is None else adapter.scales

@@ -58,10 +58,10 @@ def end_with_parent() -> None:
 def is_child_of_our_server() -> bool:
     """Return whether a vLLM server with our middleware started this process."""
     try:
-        words = read_bytes(f"/proc/{os.getppid()}/cmdline").split(b"\0")
+        argv = read_bytes(f"/proc/{os.getppid()}/cmdline").split(b"\0")
     except OSError:
         return False
-    return MIDDLEWARE.encode() in words
+    return MIDDLEWARE.encode() in argv
 
 
 def register() -> None:

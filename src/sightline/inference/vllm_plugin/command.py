@@ -34,7 +34,7 @@ def find_python(name: str) -> str:
     """Return the path of the interpreter `name`, or of the current one if it is empty."""
     path = shutil.which(name) if name else sys.executable
     if path is None:
-        fix = "name the python of the environment that has vLLM, such as .venv-vllm/bin/python"
+        fix = "set it to the python of an environment with vLLM, such as .venv-vllm/bin/python"
         raise ConfigError(f"[inference] python = {name!r} is not an interpreter", fix)
     return os.path.abspath(path)
 
@@ -64,42 +64,42 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
     if is_on_cpu:
         serving.check_cpu(family, dtype)
     renderer = load_renderer(path, spec.open_store(), family)
-    ours = {"spec": spec.model_dump(mode="json"), "banned": list(renderer.pad_token_ids)}
-    words = [python, "-m", "vllm.entrypoints.openai.api_server"]
-    words += ["--model", path, "--host", inference.host, "--port", str(inference.port)]
-    words += ["--dtype", dtype, "--max-model-len", str(inference.max_model_len)]
-    words += ["--max-num-seqs", str(inference.max_num_seqs)]
-    words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    words += ["--limit-mm-per-prompt", json.dumps(serving.LIMIT_MM_PER_PROMPT)]
-    words += ["--mm-processor-cache-gb", f"{spec.pixel_cache_bytes / GIBIBYTE:.6f}"]
-    words += ["--weight-transfer-config", json.dumps({"backend": plugin.WEIGHT_TRANSFER_BACKEND})]
-    words += ["--middleware", plugin.MIDDLEWARE, "--logits-processors", plugin.LOGITS_PROCESSOR]
-    words += ["--additional-config", json.dumps({plugin.CONFIG_KEY: ours})]
-    words += ["--uvicorn-log-level", "warning", "--disable-fastapi-docs"]
-    words += serving.arguments(family)
+    plugin_config = {"spec": spec.model_dump(mode="json"), "banned": list(renderer.pad_token_ids)}
+    argv = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", path, "--host", inference.host, "--port", str(inference.port)]
+    argv += ["--dtype", dtype, "--max-model-len", str(inference.max_model_len)]
+    argv += ["--max-num-seqs", str(inference.max_num_seqs)]
+    argv += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    argv += ["--limit-mm-per-prompt", json.dumps(serving.LIMIT_MM_PER_PROMPT)]
+    argv += ["--mm-processor-cache-gb", f"{spec.pixel_cache_bytes / GIBIBYTE:.6f}"]
+    argv += ["--weight-transfer-config", json.dumps({"backend": plugin.WEIGHT_TRANSFER_BACKEND})]
+    argv += ["--middleware", plugin.MIDDLEWARE, "--logits-processors", plugin.LOGITS_PROCESSOR]
+    argv += ["--additional-config", json.dumps({plugin.CONFIG_KEY: plugin_config})]
+    argv += ["--uvicorn-log-level", "warning", "--disable-fastapi-docs"]
+    argv += serving.arguments(family)
     if inference.tls_cert:
-        words += ["--ssl-certfile", inference.tls_cert, "--ssl-keyfile", inference.tls_key]
+        argv += ["--ssl-certfile", inference.tls_cert, "--ssl-keyfile", inference.tls_key]
     if serving.HF_OVERRIDES:
-        words += ["--hf-overrides", json.dumps(serving.HF_OVERRIDES)]
+        argv += ["--hf-overrides", json.dumps(serving.HF_OVERRIDES)]
     if serving.MAPS_CHECKPOINT:
-        words += ["--load-format", plugin.LOAD_FORMAT]
+        argv += ["--load-format", plugin.LOAD_FORMAT]
     if not spec.enable_prefix_caching:
-        words.append("--no-enable-prefix-caching")
+        argv.append("--no-enable-prefix-caching")
     if is_on_cpu:
-        words += ["--enforce-eager", *serving.CPU_ARGUMENTS]
-    words += ["--tensor-parallel-size", str(inference.tensor_parallel_size)]
-    words += ["--data-parallel-size", str(inference.data_parallel_size)]
+        argv += ["--enforce-eager", *serving.CPU_ARGUMENTS]
+    argv += ["--tensor-parallel-size", str(inference.tensor_parallel_size)]
+    argv += ["--data-parallel-size", str(inference.data_parallel_size)]
     if inference.gpu_memory_utilization:
-        words += ["--gpu-memory-utilization", str(inference.gpu_memory_utilization)]
-    return words + build_extra_options(inference.engine_args, words)
+        argv += ["--gpu-memory-utilization", str(inference.gpu_memory_utilization)]
+    return argv + build_extra_options(inference.engine_args, argv)
 
 
-def build_extra_options(args: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+def build_extra_options(args: Mapping[str, Any], argv: Sequence[str]) -> list[str]:
     """Convert `[inference] engine_args` to options. Raise if Sightline already sets one."""
     extra: list[str] = []
     for name, value in args.items():
         option = f"--{name.replace('_', '-').lstrip('-')}"
-        if option in words or f"--no-{option[2:]}" in words:
+        if option in argv or f"--no-{option[2:]}" in argv:
             problem = f"[inference] engine_args has {name}, but Sightline sets {option}"
             fix = "remove it, and look for a setting of [inference] or [model] instead"
             raise ConfigError(problem, fix)
@@ -145,13 +145,13 @@ def exec_vllm(spec: ServerSpec) -> None:
     paths = {name: path.absolute() for name, path in folders.items() if path is not None}
     path, port = str(spec.model_path.absolute()), listening.getsockname()[1]
     spec = spec.replace(port=port, media_roots=roots, path=path, **paths)
-    words = build_vllm_command(spec, python)
+    argv = build_vllm_command(spec, python)
     die_with_parent()
     sys.stdout.flush()
     environ = build_vllm_environ(inference.device, spec.num_threads)
-    if inference.token:  # vLLM's own routes require it, too
+    if inference.token:  # vLLM's own routes also require it
         environ["VLLM_API_KEY"] = resolve_secret(inference.token, "--token")
-    os.execve(words[0], words, environ)
+    os.execve(argv[0], argv, environ)
 
 
 class VllmInference(InferenceEngine):

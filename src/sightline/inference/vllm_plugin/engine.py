@@ -248,7 +248,7 @@ class VllmEngine(Engine):
             if slot.length > self._max_image_tokens:
                 raise build_engine_error(
                     "too_long",
-                    f"{place}[{i}]: {slot.length} tokens, but vLLM encodes at most "
+                    f"{place}[{i}]: it has {slot.length} tokens, but vLLM encodes at most "
                     f"{self._max_image_tokens} tokens of an image",
                     "serve with a smaller max_pixels, or a larger max_model_len",
                 )

@@ -74,7 +74,7 @@ def find_family(config: RunFile | SftFile) -> Family:
     if not path.is_dir():
         raise ConfigError(
             f"[model] path = {config.model.path!r} is not a folder",
-            "name a checkpoint's folder, train this one first with `sightline sft FILE` if it is "
+            "set a checkpoint's folder, train this one first with `sightline sft FILE` if it is "
             "the output_dir of a warm-up, or create one with `sightline model tiny DIR`",
         )
     family = load_family(path, config.model.exact, **config.model.overrides())
@@ -82,8 +82,7 @@ def find_family(config: RunFile | SftFile) -> Family:
     check_parallel(family, path, config.trainer, config.model.exact)
     if shows_media and not family.shows_media:
         raise ConfigError(
-            f"{shown_by} shows images, but [model] path = {config.model.path!r} has no vision "
-            "tower",
+            f"{shown_by} has images, but [model] path = {config.model.path!r} has no vision tower",
             "choose a vision-language checkpoint, or conversations without images",
         )
     if not any(path.glob("*.safetensors")):
@@ -95,7 +94,7 @@ def find_family(config: RunFile | SftFile) -> Family:
     if is_loaded and not any(resolve_checkpoint(teacher, True).glob("*.safetensors")):
         raise ConfigError(
             f"[algorithm] teacher = {teacher!r} is no folder with weights",
-            "name a checkpoint of the same family, or leave it empty for the starting checkpoint",
+            'set it to a checkpoint of the same family, or "" for the starting checkpoint',
         )
     check_token_ids(config.model, family)
     return family
@@ -105,7 +104,7 @@ def describe_environment(
     env: EnvConfig, python: str, version: str = sightline.__version__
 ) -> EnvironmentInfo:
     """Return the environment's name and whether it shows images, from the workers' interpreter.
-    Raise if that interpreter has another version of Sightline."""
+    Raise if that interpreter has a different version of Sightline."""
     if not python:
         return get_environment_info(env)
     setting, command = f"[rollout] python = {python!r}", [python, "-m", ENVIRONMENT_MODULE]
@@ -118,7 +117,7 @@ def describe_environment(
         output = getattr(error, "stderr", None) or str(error)
         raise ConfigError(
             f"{setting} cannot run {ENVIRONMENT_MODULE}: {output.strip().splitlines()[-1]}",
-            "name the python of a virtual environment with sightline-rl and [env]'s package",
+            "set it to the python of a virtual environment with sightline-rl and [env]'s package",
         ) from error
     answer = json.loads(text.strip().splitlines()[-1])
     if answer["version"] != version:
@@ -144,7 +143,7 @@ def check_token_ids(model: ModelConfig, family: Family) -> None:
             token_ids = {rendered.token_ids[offset] for offset in offsets}
             if not token_ids <= set(family.slot_token_ids):
                 raise FamilyError(
-                    f"{path}: the chat format shows an image with the tokens {sorted(token_ids)}, "
+                    f"{path}: the chat format writes an image as the tokens {sorted(token_ids)}, "
                     f"but config.json names {list(family.slot_token_ids)}",
                     fix,
                 )

@@ -143,16 +143,16 @@ def check_traces(run_dir: RunDir) -> Iterator[Finding]:
 
 def check_trace_images(run_dir: RunDir, store: MediaStore) -> Iterator[Finding]:
     """Report images in traces that are missing from the store."""
-    shown: set[str] = set()
+    digests: set[str] = set()
     for file in run_dir.traces.glob("*.msgpack"):
         with suppress(SightlineError):  # `check_traces` reports damaged files
             slots = (slot for trace in read_traces(file) for n in trace.nodes for slot in n.slots)
-            shown |= {ref.digest for slot in slots for ref in slot.item.refs}
+            digests |= {ref.digest for slot in slots for ref in slot.item.refs}
     # Not by a list, which an object store may answer from the past.
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        num_missing = list(pool.map(store.has, shown)).count(False)
+        num_missing = list(pool.map(store.has, digests)).count(False)
     if num_missing:
-        problem = f"{num_missing} of {len(shown)} images of traces are missing in {store.root}"
+        problem = f"{num_missing} of {len(digests)} images of traces are missing in {store.root}"
         yield Finding(problem, f"{RESTORE}; a resume does not need them")
 
 
@@ -219,4 +219,4 @@ def check_orphans(run_dir: RunDir, status: RunStatus) -> Iterator[Finding]:
         orphans[name].append(pid)
     for name, pids in orphans.items():
         problem = f"{len(pids)} processes of {name} run without their launcher"
-        yield Finding(problem, f"kill -9 {' '.join(map(str, pids))}    # a resume kills them, too")
+        yield Finding(problem, f"kill -9 {' '.join(map(str, pids))}    # a resume also kills them")

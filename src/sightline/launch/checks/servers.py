@@ -95,8 +95,8 @@ def leave_out_silent_servers(config: RunFile, run_dir: RunDir) -> RunFile:
     them again when they answer."""
     if not config.inference.servers or not run_dir.config.is_file():
         return config
-    wanted = list_wanted(run_dir, config.inference.servers)
-    servers = [url for url, state in wanted.items() if state != REMOVE]
+    states = list_wanted(run_dir, config.inference.servers)
+    servers = [url for url, state in states.items() if state != REMOVE]
     silent = [url for url in servers if not _answers(url)]
     if len(silent) < len(servers):
         for url in silent:

@@ -129,7 +129,7 @@ def _list_conflicts(config: RunFile) -> Iterator[tuple[bool, str, str]]:
     yield (
         bool(relative),
         f"[media] file_roots contains relative paths: {', '.join(relative)}",
-        "write absolute paths: processes may run in other folders",
+        "write absolute paths: processes may run in different folders",
     )
 
 

@@ -1,7 +1,6 @@
 """`sightline compare`: compare two runs.
 
-Prints the settings that differ and the results of both runs. `sightline view RUN RUN` compares
-their curves.
+Print the settings that differ and the results of both runs. `sightline view RUN RUN` shows curves.
 """
 
 from __future__ import annotations

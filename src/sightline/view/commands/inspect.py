@@ -1,7 +1,7 @@
 """`sightline inspect`: decode and count what a run sent to its trainer.
 
-Counts rollouts, samples, micro-batches and references, and also tensors, data URLs and references
-to missing files. Exits with 1 if one of these three counts is not 0.
+Count rollouts, samples, micro-batches and references, and also tensors, data URLs and references
+to missing files. Exit with 1 if one of these three counts is not 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`sightline ls`: list runs.
 
-Prints one line per run, the oldest first: state, step, held-out reward (or loss) at the start and
+Print one line per run, the oldest first: state, step, held-out reward (or loss) at the start and
 at the end, start time, duration and size.
 """
 

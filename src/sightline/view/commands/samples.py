@@ -1,6 +1,6 @@
 """`sightline samples`: write rollouts as parquet files, with their images.
 
-Writes samples/step_N.parquet of a run: one row per rollout, with each image once. `--best` and
+Write samples/step_N.parquet of a run: one row per rollout, with each image once. `--best` and
 `--min-reward` select rollouts. `--pairs` writes one row per group instead: its best and its worst
 rollout, for DPO.
 """
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-image-mb", type=float, default=16.0,
-        help="most megabytes of images per rollout (%(default)s)",
+        help="maximum MB of images per rollout (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--best",
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-gap", type=float, default=0.0, metavar="X",
         help="only pairs whose rewards differ by at least this",
     )  # fmt: skip
-    parser.add_argument("--to", type=Path, metavar="DIR", help="another folder than RUN/samples")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="folder, instead of RUN/samples")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """`sightline sinks`: feed a run to TensorBoard, W&B, trackio or an object store.
 
-Reads a run directory, live or finished, and feeds sinks. Runs with [logging] sinks or
-upload_samples_to start this themselves. Ends when everything is read; with --follow, when the run
+Read a run directory, live or finished, and feed sinks. Runs with [logging] sinks or
+upload_samples_to start this themselves. End when everything is read; with --follow, when the run
 ends, or at a signal.
 """
 

@@ -1,7 +1,7 @@
 """`sightline status`: print the status of a run.
 
-Prints its phase, step and reward, its last events, the cause if it failed, and the command that
-resumes it.
+Print the run's phase, step and reward, its last events, the cause if it failed, and the command
+that resumes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`sightline view`: show runs in a browser.
 
-Serves a dashboard of run directories, live or finished. It answers only this machine, unless --host
-names another address, which requires a token.
+Serve a dashboard of run directories, live or finished. It answers only this machine, unless --host
+sets another address, which requires a token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         from sightline.view.run_files import get_run_dir
 
         if len(args.runs) != 1:
-            raise ConfigError("--export writes one run", "name one run directory")
+            raise ConfigError("--export writes one run", "pass one run directory")
         print(export_run(get_run_dir(args.runs[0]), args.export))
         return 0
     from sightline.view.dashboard.server import serve_dashboard

@@ -46,8 +46,8 @@ def _blind(history: MetricsHistory) -> Alert | None:
     probe = history.probe
     if probe is None or not probe.values.get("is_blind"):
         return None
-    words = probe.values.get("words") or "swapping its images changes nothing"
-    return Alert("blind", f"The model ignores its images (step {probe.step}): {words}")
+    finding = probe.values.get("words") or "swapping its images changes nothing"
+    return Alert("blind", f"The model ignores its images (step {probe.step}): {finding}")
 
 
 def _diverges(history: MetricsHistory) -> Alert | None:

@@ -151,8 +151,8 @@ def _pick_rollouts(view: RunView, num_rollouts: int) -> list[dict[str, Any]]:
     names = [file.name for file in pick_first_and_last(view.run_dir.traces)]
     rows: list[dict[str, Any]] = []
     for name in names:
-        wanted = queries.RolloutFilter(file=name)
-        page = view.index.query(queries.list_rollouts, wanted, 0, queries.MAX_ROWS)["rows"]
+        selection = queries.RolloutFilter(file=name)
+        page = view.index.query(queries.list_rollouts, selection, 0, queries.MAX_ROWS)["rows"]
         share = num_rollouts // len(names)
         rows += page[:: -(-len(page) // share)] if share and page else []
     return rows

@@ -89,12 +89,12 @@ def _escape_like(text: str) -> str:
 
 
 def list_rollouts(
-    connection: sqlite3.Connection, wanted: RolloutFilter, offset: int, limit: int
+    connection: sqlite3.Connection, selection: RolloutFilter, offset: int, limit: int
 ) -> dict[str, Any]:
     """Return a page of rows, each with its first images, and the total number of rows."""
-    where, values = wanted.where()
+    where, values = selection.where()
     total = connection.execute(f"SELECT count(*) FROM rollouts {where}", values).fetchone()[0]
-    order = SORT_ORDERS.get(wanted.sort, SORT_ORDERS["newest"])
+    order = SORT_ORDERS.get(selection.sort, SORT_ORDERS["newest"])
     # Select the ids first, so that rows before the page are skipped in an index and not read.
     rows = connection.execute(
         "SELECT * FROM rollouts WHERE id IN"
@@ -118,13 +118,13 @@ def _thumbs(connection: sqlite3.Connection, row: sqlite3.Row) -> list[str]:
 
 
 def list_groups(
-    connection: sqlite3.Connection, wanted: RolloutFilter, offset: int, limit: int
+    connection: sqlite3.Connection, selection: RolloutFilter, offset: int, limit: int
 ) -> dict[str, Any]:
     """Return a page of groups, each with its rollouts' rewards and verdicts."""
-    where, values = wanted.where()
+    where, values = selection.where()
     grouped = f"FROM rollouts {where} GROUP BY group_id, file"
     total = connection.execute(f"SELECT count(*) FROM (SELECT 1 {grouped})", values).fetchone()[0]
-    order = GROUP_ORDERS.get(wanted.sort, GROUP_ORDERS["newest"])
+    order = GROUP_ORDERS.get(selection.sort, GROUP_ORDERS["newest"])
     # Select the groups from an index first, then read only those of the page.
     page = connection.execute(
         "SELECT group_id, file, step, min(id) AS id, avg(reward) AS reward, avg(tokens) AS tokens"

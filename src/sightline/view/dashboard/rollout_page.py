@@ -184,7 +184,7 @@ def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, 
 def describe_tokens(
     run: RunView, file: str, number: int, node_id: int, start: int
 ) -> dict[str, Any] | None:
-    """Return the tokens of a node from `start` on, with their scores and image slots."""
+    """Return the tokens of a node starting at `start`, with their scores and image slots."""
     match = find_trace(run, file, number)
     if match is None or not 0 <= node_id < len(match[1].nodes):
         return None

@@ -264,8 +264,8 @@ class Dashboard:
         store = self._run(run).store
         data, mime = thumbnails.read_image(store, _check_digest(digest))
         # A video player requests ranges. Without them it cannot seek.
-        wanted = _RANGE.fullmatch(request.headers.get("range", ""))
-        return _image_response(data, mime, wanted)
+        byte_range = _RANGE.fullmatch(request.headers.get("range", ""))
+        return _image_response(data, mime, byte_range)
 
     def thumb(self, run: str, digest: str, side: int = 96) -> Response:
         store = self._run(run).store
@@ -311,7 +311,7 @@ def _check_digest(text: str) -> str:
     return text
 
 
-def _image_response(data: bytes, mime: str, wanted: re.Match[str] | None = None) -> Response:
+def _image_response(data: bytes, mime: str, byte_range: re.Match[str] | None = None) -> Response:
     # An image that is opened in its own tab must not run or load anything either.
     headers = {
         "cache-control": CACHE_FOREVER,
@@ -319,9 +319,9 @@ def _image_response(data: bytes, mime: str, wanted: re.Match[str] | None = None)
     }
     if mime.startswith("video/"):
         headers["accept-ranges"] = "bytes"
-        first = int(wanted[1]) if wanted is not None else len(data)
-        if wanted is not None and first < len(data):
-            stop = min(int(wanted[2]) + 1 if wanted[2] else len(data), len(data))
+        first = int(byte_range[1]) if byte_range is not None else len(data)
+        if byte_range is not None and first < len(data):
+            stop = min(int(byte_range[2]) + 1 if byte_range[2] else len(data), len(data))
             headers["content-range"] = f"bytes {first}-{stop - 1}/{len(data)}"
             return Response(data[first:stop], 206, media_type=mime, headers=headers)
     return Response(data, media_type=mime, headers=headers)

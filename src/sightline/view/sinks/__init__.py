@@ -71,7 +71,7 @@ def check_sinks(names: Sequence[str]) -> None:
             raise ConfigError(f"there is no sink {name!r}", f"choose from {', '.join(SINKS)}")
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"the sink {name!r} needs the package {name}", f"pip install 'sightline-rl[{name}]'"
+                f"the package {name} is not installed", f"run `pip install 'sightline-rl[{name}]'`"
             )
 
 
@@ -108,5 +108,5 @@ def feed_in_background(
             lines = read_bytes(log_path)[log_start:].decode(errors="replace").splitlines()
             problems = [line for line in lines if line.startswith(PROBLEM_PREFIX)]
             code = process.returncode
-            for words in problems or [f"the sinks' process ended with {code}. See {log_path}"]:
-                on_problem(words)
+            for problem in problems or [f"the sinks' process ended with {code}. See {log_path}"]:
+                on_problem(problem)

@@ -55,7 +55,7 @@ def feed_run(path: Path, config: LoggingConfig, follow: bool) -> None:
     run_dir = get_run_dir(path)
     check_sinks(config.sinks)
     if not config.sinks and not config.upload_samples_to:
-        raise ConfigError("no sink given", "name one with --to, or set --upload-samples-to")
+        raise ConfigError("no sink given", "pass one with --to, or set --upload-samples-to")
     stop = threading.Event()
 
     def on_signal(number: int, frame: object) -> None:
