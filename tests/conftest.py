@@ -323,7 +323,7 @@ def pytest_configure(config: pytest.Config) -> None:
         import vllm_servers
 
         vllm_servers.python = python
-        vllm_servers.start_s *= config.getoption("--patience")
+        vllm_servers.patience = config.getoption("--patience")
         if kind := config.getoption("--shards"):
             vllm_servers.shards = {f"{kind}_parallel_size": 2}
     if modules := config.getoption("--shapes"):

@@ -22,8 +22,10 @@ from sightline.inference.server_spec import ServerSpec
 
 python = ""
 shards: dict[str, int] = {}
-start_s = 600.0
-"""Time limit of a server's start; `--patience` scales it."""
+patience = 1.0
+"""Scales every time limit (`--patience`)."""
+START_S = 600.0
+"""Time limit of a server's start."""
 REPORT_EVERY_S = 30.0
 report: Callable[[str], object] = print
 """Shows how far the start of a server is."""
@@ -44,7 +46,7 @@ class Server:
         return self.folder / "server.log"
 
     def wait(self, path: str = "/health", name: str = "status") -> None:
-        began, num_reports = time.monotonic(), 0
+        began, num_reports, start_s = time.monotonic(), 0, scale_s(START_S)
         while not self.is_ready:
             log, waited_s = self.log.read_text(errors="replace"), time.monotonic() - began
             assert self.process.poll() is None, log[-6000:]
@@ -129,6 +131,11 @@ def forget(server: Server) -> None:
     """A test ended the server. The next test that needs it gets a new one."""
     for name in [name for name, other in _servers.items() if other is server]:
         del _servers[name]
+
+
+def scale_s(seconds: float) -> float:
+    """Return a time limit, scaled by `--patience`."""
+    return seconds * patience
 
 
 @contextmanager

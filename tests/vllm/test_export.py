@@ -92,7 +92,7 @@ def test_unmodified_vllm_matches_the_trainer(
     }
     done = subprocess.run(
         words, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False,
-        timeout=vllm_servers.start_s,
+        timeout=vllm_servers.scale_s(vllm_servers.START_S),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     answers = json.loads((tmp_path / "answers").read_text())

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import vllm_servers
 
 CHECKS = Path(__file__).parent / "plugin_checks.py"
 
@@ -17,7 +18,7 @@ def found(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     """Return the error of each check."""
     done = subprocess.run(
         [python, str(CHECKS), str(tmp_path_factory.mktemp("checks"))],
-        capture_output=True, text=True, timeout=300, check=False, cwd="/",
+        capture_output=True, text=True, timeout=vllm_servers.scale_s(300), check=False, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     outcome: dict[str, str] = json.loads(done.stdout.splitlines()[-1])

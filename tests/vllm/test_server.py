@@ -27,8 +27,9 @@ from sightline.wire.generate import GenerateRequest, SamplingParams
 
 def run(python: str, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, timeout=300, check=False, cwd="/"
-    )
+        [python, "-c", code], capture_output=True, text=True,
+        timeout=vllm_servers.scale_s(300), check=False, cwd="/",
+    )  # fmt: skip
 
 
 def test_every_imported_vllm_name_exists(python: str) -> None:
@@ -108,9 +109,9 @@ def test_requests_in_flight_get_503_when_the_server_stops(
         thread.start()
         ending.wait_for("now", "running", 1)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(vllm_servers.scale_s(60)) == 0
         vllm_servers.forget(server)
-    thread.join(20)
+    thread.join(vllm_servers.scale_s(20))
     assert (refusals[0].code, refusals[0].type) == (503, "stopping")
     _wait_gone(children)
 
@@ -129,8 +130,8 @@ def _children(pid: int) -> list[int]:
     return pids
 
 
-def _wait_gone(pids: list[int], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
+def _wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + vllm_servers.scale_s(60)
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists() and _is_alive(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)

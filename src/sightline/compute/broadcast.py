@@ -27,6 +27,7 @@ from sightline.compute.tensor_file import TORCH_DTYPES, HostCopy
 from sightline.compute.weight_transport import WeightPublisher
 from sightline.compute.weights_digest import TensorSpec, describe_tensors, digest_weights
 from sightline.errors import WeightsError
+from sightline.families.device_copy import allocate_for_thread
 from sightline.wire.weights import Manifest, write_manifest
 
 BROADCAST_TIMEOUT_S = 600.0
@@ -87,7 +88,7 @@ class BroadcastReceiver:
         _broadcast(self._group, name)
         tensors: dict[str, Tensor] = {}
         for spec in payload.tensors:
-            tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+            tensor = allocate_for_thread(spec.shape, TORCH_DTYPES[spec.dtype])
             _broadcast(self._group, tensor.reshape(-1).view(torch.uint8))
             tensors[spec.name] = tensor
         self._group.barrier().wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -43,10 +44,15 @@ def allocate_rows(num: int, values: int, device: torch.device | None = None) -> 
     return torch.empty((num, values), dtype=torch.uint8, pin_memory=True).numpy()
 
 
+def allocate_for_thread(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate host memory that another thread may free (see `allocate_rows`)."""
+    size = torch.Size(shape)
+    rows = torch.from_numpy(allocate_rows(1, size.numel() * dtype.itemsize))
+    return rows.view(-1).view(dtype).view(size)
+
+
 def copy_for_thread(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory that another thread may free (see `allocate_rows`)."""
-    rows = torch.from_numpy(allocate_rows(1, tensor.nbytes))
-    return rows.view(-1).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return allocate_for_thread(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def move_to_device(model: nn.Module, device: torch.device) -> None:

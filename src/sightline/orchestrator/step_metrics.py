@@ -78,7 +78,6 @@ class StepCollection:
         """Discard a batch without signal. Its rollouts still count in the metrics."""
         self.num_empty += 1
         self.num_groups = 0
-        self.samples.clear()
 
 
 @dataclass

@@ -63,6 +63,7 @@ def test_one_process_group_broadcasts_every_version(tmp_path: Path) -> None:
             for name, tensor in expected.items():
                 assert received[name].dtype == tensor.dtype, name
                 assert received[name].equal(tensor), name
+                assert not received[name].untyped_storage().resizable(), "torch's own memory"
         groups.add(sender._group)
     assert len(groups) == 1
 

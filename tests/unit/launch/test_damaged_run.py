@@ -176,9 +176,13 @@ def test_lost_or_outdated_progress_file_loses_no_batch(run_dir: RunDir) -> None:
     # An older copy: the trainer has trained further steps.
     other = RunDir(run_dir.path.parent / "other")
     other.make()
-    RunState.open(other)
-    shutil.copy(other.progress, run_dir.progress)
-    assert "has step 0, but the run has reached step 2" in find_problem(run_dir, read_batches)
+    older = RunState.open(other)
+    for step in (0, 1):
+        older.progress.step = step
+        older.save()
+        shutil.copy(other.progress, run_dir.progress)
+        problem = find_problem(run_dir, read_batches)
+        assert f"has step {step}, but the run has reached step 2" in problem
     assert run_dir.batch(3).exists()
     run_dir.progress.write_bytes(newest)
     assert not find_problem(run_dir, read_batches)
@@ -194,8 +198,9 @@ def test_run_killed_before_its_first_progress_resumes(tmp_path: Path) -> None:
 
 
 def test_progress_of_another_schema_is_refused(run_dir: RunDir) -> None:
-    run_dir.progress.write_bytes(b'{"step":3,"schema":99}')
-    assert "schema 99" in find_problem(run_dir, read_batches)
+    for schema in (1, 99):
+        run_dir.progress.write_bytes(b'{"step":3,"schema":%d}' % schema)
+        assert f"schema {schema}" in find_problem(run_dir, read_batches)
 
 
 def test_lines_of_an_earlier_version_need_no_checksum(run_dir: RunDir) -> None:

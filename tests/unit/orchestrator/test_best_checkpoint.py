@@ -43,7 +43,7 @@ class Asked:
 
     async def evaluate(self, name: str, step: int, server: str) -> float:
         await self.gate.wait()
-        self.evaluated.append((step, self.adopted[-1], server))
+        self.evaluated.append((step, "".join(self.adopted[-1:]), server))
         self.run_state.record_eval(name, step, MEASURES[step])
         return MEASURES[step]
 
@@ -110,6 +110,20 @@ def test_every_second_step_is_evaluated_and_the_best_is_kept(
         assert not policy.pinned_versions
 
     asyncio.run(main())
+
+
+def test_final_weights_are_kept_only_if_they_are_those_that_were_evaluated(run_dir: RunDir) -> None:
+    run_state, events = RunState.open(run_dir), EventLog(run_dir.metrics, "orchestrator")
+    evaluations: Any = Asked(run_state, events)
+    policy = PolicyUpdater(events, [], run_dir.weights, open_blobs(run_dir.media))
+    best = BestCheckpoint(run_dir.path.parent / "source", run_dir.checkpoints / "best", run_state)
+    background = BackgroundEvaluator(evaluations, policy, best, "", evaluations.adopt, 2, 9)
+    run_state.record_eval("final", 8, 0.9)
+    for published, kept in ((6, 0), (8, 8)):
+        policy.publish(publish(run_dir, published))
+        asyncio.run(background.keep_final_if_best(8))
+        assert run_state.progress.best_step == kept
+    assert load_file(best.target / "model.safetensors")["a"].tolist() == [8.0] * 3
 
 
 def test_adapters_are_merged_into_the_best_checkpoint(run_dir: RunDir, tmp_path: Path) -> None:

@@ -278,8 +278,9 @@ def test_diagnostics_wait_for_a_fresh_group_is_bounded(run_dir: RunDir) -> None:
     assert [a.step for a in world.announced] == [1, 2]
 
 
+@pytest.mark.parametrize("kind", ["media_missing", "PixelMismatch"])
 def test_too_much_bad_media_ends_the_run_before_the_batch_is_written(
-    run_dir: RunDir,
+    run_dir: RunDir, kind: str
 ) -> None:
     world = World(run_dir, max_lag=0)
     breaks = iter([True])
@@ -287,7 +288,7 @@ def test_too_much_bad_media_ends_the_run_before_the_batch_is_written(
 
     def build_result(play: RolloutRequest, version: int) -> RolloutResult:
         broken = next(breaks, False)
-        world.error, world.error_kind = ("no such image", "media_missing") if broken else ("", "")
+        world.error, world.error_kind = ("no such image", kind) if broken else ("", "")
         return build(play, version)
 
     world.build_result = build_result  # type: ignore[method-assign]
@@ -308,6 +309,7 @@ def test_open_groups_are_played_again_after_a_restart(run_dir: RunDir) -> None:
     assert first == progress.open_groups
     trained = {p.group_id for p in world.played} | {p.group_id for p in again.played}
     assert trained == {f"g{i}" for i in range(len(trained))}, "no task is skipped"
+    assert RunState.open(run_dir).progress.verdicts == {"train": 18}, "of all three steps"
 
 
 def test_rewards_of_tasks_are_recorded_and_resumed_with_the_tasks_of_open_groups(

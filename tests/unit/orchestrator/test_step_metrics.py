@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from sightline.algo.verdicts import GroupVerdict
 from sightline.cli.main import main
 from sightline.media import MediaStore
 from sightline.orchestrator.loop import Orchestrator
+from sightline.orchestrator.rollout_scheduler import Group
 from sightline.orchestrator.run_state import RunState
-from sightline.orchestrator.step_metrics import StepMetrics
+from sightline.orchestrator.step_metrics import StepCollection, StepMetrics
 from sightline.orchestrator.task_order import TaskOrder
 from sightline.run import EventLog, RunDir
 from sightline.trace import decode_trace, encode_trace, read_traces
@@ -49,6 +51,34 @@ class Forking(World):
             steps_total=9,
         )
         return orchestrator
+
+
+class Breaking(Forking):
+    """The first rollout fails after it has earned a reward."""
+
+    def build_result(self, play: RolloutRequest, version: int) -> RolloutResult:
+        result = super().build_result(play, version)
+        trace = decode_trace(result.trace)
+        if trace.id == "g0.0":
+            trace.reward, trace.error = 7.0, "the browser crashed"
+        return replace(result, trace=encode_trace(trace))
+
+
+def test_reward_of_a_step_leaves_out_failed_rollouts(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.make()
+    play(Breaking(run_dir, max_lag=0), range(1, 2))
+    (values,) = (e.values for e in read_events(run_dir.metrics) if e.kind == "step")
+    assert values["broken"] == 1 and values["groups"] == 3, "its group was replaced"
+    assert values["reward"] == pytest.approx(4 / 7)
+
+
+def test_group_of_two_versions_is_not_fresh() -> None:
+    """The mismatch is measured on tokens that the newest version has sampled."""
+    collection = StepCollection()
+    for lags, is_fresh in (([0, 1], False), ([0, 0], True), ([1], True)):
+        collection.add(Group(0, 0), GroupVerdict([], [], lags, True, True), 0)
+        assert collection.has_fresh_group == is_fresh
 
 
 def test_metrics_count_forked_turns_by_reason_and_refusals(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def test_record_follows_the_newest_groups() -> None:
     assert (record.reward, record.spread) == (0.5, 0.5)
     record.add([1.0, 1.0], False)
     assert (record.groups, record.with_signal, record.reward, record.spread) == (2, 1, 0.75, 0.25)
+    record.add([1.0, 1.0])
+    assert record.reward == 0.875, "the newest group counts for a half"
 
 
 def test_every_task_is_tried_and_half_solved_ones_are_preferred() -> None:
@@ -77,7 +79,7 @@ def test_choice_depends_on_the_seed_and_the_group_only() -> None:
         for seed in (0, 0, 1)
     ]
     first, again, other = ([order.choose(g) for g in range(40)] for order in orders)
-    assert first == again != other
+    assert first == again != other and len(set(first)) > 4
 
 
 def test_records_and_open_tasks_survive_a_restart(tmp_path: Path) -> None:

@@ -186,11 +186,25 @@ def test_joining_process_gets_the_files_it_needs(tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(os.urandom(2 << 20))
     pair.own.config.write_bytes(b"")
     write_atomic(pair.own.ledger, b"line\n")
+    checkpoint = pair.own.checkpoints / "step_000002"
+    checkpoint.mkdir()
+    (checkpoint / "rank_000.safetensors").write_bytes(os.urandom(2 << 20))
     names = {
         peer: {f.name for f in pair.remote.collect(peer).files} for peer in ("worker-0", "trainer")
     }
     assert names["worker-0"] == {"config.toml", "run_id", "model/model/config.json"}
-    assert names["trainer"] - names["worker-0"] == {"model/model/model.safetensors", "ledger.jsonl"}
+    assert names["trainer"] - names["worker-0"] == {
+        "model/model/model.safetensors",
+        "ledger.jsonl",
+        "checkpoints/step_000002/rank_000.safetensors",
+    }
+    large = [
+        file.stored
+        for _ in range(2)
+        for file in pair.remote.collect("trainer").files
+        if file.name.startswith("checkpoints/")
+    ]
+    assert large[0] != large[1], "a process removes its parts from the store"
     for file in pair.remote.collect("trainer").files:
         write_file(tmp_path / "elsewhere", file, pair.blobs)
     remote = RemoteFiles(pair.own, model, pair.blobs, media_token="of the service")

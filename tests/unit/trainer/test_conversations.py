@@ -171,6 +171,9 @@ def test_every_epoch_has_every_row_once_except_held_out_ones(
     epochs = [[draw(7 * e + i, TRAIN) for i in range(7)] for e in range(3)]
     assert all(set(epoch) | names == {f"row {n}" for n in range(10)} for epoch in epochs)
     assert len(names) == 3 and epochs[0] != epochs[1] != epochs[2]
+    for split, num in ((HELD_OUT, 3), (TRAIN, 7)):
+        for i in range(num):
+            assert talks.conversation(i, split).name == talks.name(i, split)
     again = opened(tmp_path / "talks.jsonl", store, eval_fraction=0.3)
     assert again.name(15, TRAIN) == f"{epochs[2][1]} draw 15", "whatever was asked for before"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import making
@@ -15,15 +16,19 @@ from sightline.algo.algorithms import Supervised
 from sightline.config import SftFile
 from sightline.families.device_copy import copy_for_thread
 from sightline.media import MediaStore
-from sightline.trainer.build import build_conversations, build_pixels
-from sightline.trainer.feed import BatchPrefetcher
+from sightline.run import RunDir
+from sightline.trainer import loop
+from sightline.trainer.build import build, build_conversations, build_pixels
+from sightline.trainer.feed import BatchPrefetcher, ReadyBatch
 from sightline.trainer.optimizer import MasterAdamW
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.snapshot import take_snapshot
 
 STEPS, WARM = 500, 100
 MARGIN_BYTES = 32 << 20
-"""The pixels of 400 steps are 480 MB. Allocators and caches move by a few megabytes."""
+"""The pixels of the feed's 400 steps are 480 MB. Allocators and caches move by a few megabytes."""
+STEP_MARGIN_BYTES = 16 << 20
+"""The pixels of 100 whole steps are 40 MB, those of 400 steps 160 MB."""
 PAGE_BYTES = 4096
 
 
@@ -33,31 +38,37 @@ def measure_rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
-@pytest.fixture
-def config(tiny_model: Path, tmp_path: Path) -> SftFile:
-    """Supervised training on two conversations a step, each with a screenshot of 600 KB."""
+def build_config(model: Path, folder: Path, steps: int, side: int) -> SftFile:
+    """Return settings for two conversations a step, each with a screenshot of `side` pixels."""
     lines = []
     for i in range(8):
-        Image.new("RGB", (448, 448), (i, 9 * i, 0)).save(tmp_path / f"{i}.png")
+        Image.new("RGB", (side, side), (i, 9 * i, 0)).save(folder / f"{i}.png")
         talk = [
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is"}]},
             {"role": "assistant", "content": "A"},
         ]
         lines.append(json.dumps({"messages": talk, "images": [f"{i}.png"]}))
-    (tmp_path / "talks.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "talks.jsonl").write_text("\n".join(lines) + "\n")
     return SftFile.model_validate(
         {
-            "model": {"path": str(tiny_model), "max_pixels": 448 * 448},
-            "data": {"path": str(tmp_path / "talks.jsonl")},
-            "sft": {"output_dir": str(tmp_path / "out"), "batch_size": 2},
-            "run": {"steps": STEPS},
-            "media": {"root": str(tmp_path / "media")},
-            "trainer": {"device": "cpu", "pixel_cache_mb": 16, "stall_timeout_s": 0},
+            "model": {"path": str(model), "max_pixels": side * side},
+            "data": {"path": str(folder / "talks.jsonl")},
+            "sft": {"output_dir": str(folder / "out"), "batch_size": 2},
+            "run": {"steps": steps},
+            "media": {"root": str(folder / "media")},
+            "trainer": {
+                "device": "cpu",
+                "pixel_cache_mb": 16,
+                "checkpoint_every": 25,
+                "stall_timeout_s": 0,
+            },
         }
     )
 
 
-def test_resident_memory_stays_constant_over_hundreds_of_steps(config: SftFile) -> None:
+def test_pixels_of_the_feed_are_freed(tiny_model: Path, tmp_path: Path) -> None:
+    """The feed alone, with more pixels per step than a test of whole steps could afford."""
+    config = build_config(tiny_model, tmp_path, STEPS, side=448)
     store = MediaStore(Path(config.media.root))
     learner = making.build_learner(
         config.model, config.trainer, store, STEPS, algorithm=Supervised(config.algorithm)
@@ -76,6 +87,31 @@ def test_resident_memory_stays_constant_over_hundreds_of_steps(config: SftFile) 
     assert num_bytes > 10 * MARGIN_BYTES
     assert growth < MARGIN_BYTES, f"{growth / 1e6:.0f} MB in {STEPS - WARM} steps"
     pixels.materializer.close()
+
+
+@pytest.mark.parametrize("steps", [150, pytest.param(500, marks=pytest.mark.thorough)])
+def test_memory_of_a_training_loop_stays_constant(
+    tiny_model: Path, tmp_path: Path, steps: int
+) -> None:
+    """The loop of `sightline sft`: feed, forward, backward, update, metrics and checkpoints."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.make()
+    components = build(build_config(tiny_model, tmp_path, steps, side=256), run_dir)
+    every, measured = min(steps // 3, 100), dict[int, int]()
+
+    def iterate_measured() -> Iterator[ReadyBatch]:
+        for ready in feed:
+            yield ready
+            if ready.step % every == 0:
+                components.run_writer.saver.background_task.wait()
+                measured[ready.step] = measure_rss()
+
+    feed, components.feed = components.feed, iterate_measured()
+    loop.run(components)
+    print({step: f"{rss / 1e6:.1f} MB" for step, rss in measured.items()})
+    assert list(measured) == list(range(every, steps + 1, every))
+    growth = measured[steps] - measured[every]
+    assert growth < STEP_MARGIN_BYTES, f"{growth / 1e6:.0f} MB in {steps - every} steps"
 
 
 def test_snapshot_is_copied_into_memory_that_another_thread_may_free() -> None:

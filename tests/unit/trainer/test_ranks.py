@@ -15,7 +15,7 @@ import pytest
 from sightline.errors import ProcessFailed
 from sightline.launch.processes import reserve_port
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
-from sightline.trainer.watchdog import StallWatchdog
+from sightline.trainer.watchdog import STALLED_EXIT_CODE, StallWatchdog
 from sightline.transport.zmq_channel import Spoke, derive_spoke_key
 from sightline.wire import rank_messages as wire
 from sightline.wire.codec import get_release
@@ -250,8 +250,33 @@ def test_idle_process_is_not_stuck() -> None:
     watchdog.enter("the export", min_limit_s=60)
     moved.wait(0.05)
     assert not watchdog.problem(), "it is given longer than a step"
+    watchdog.enter("step 4")
+    moved.wait(0.05)
+    assert "in step 4" in watchdog.problem(), "a step is not given longer after an export"
     watchdog.idle()
     assert not watchdog.problem()
+
+
+STUCK = """
+import time
+from sightline.trainer.watchdog import StallWatchdog
+watchdog = StallWatchdog(0.2, tell=print)
+watchdog.enter("the export", min_limit_s=60)
+time.sleep(0.5)
+watchdog.idle()
+time.sleep(0.5)
+watchdog.enter("step 3")
+time.sleep(60)
+"""
+
+
+def test_stuck_process_tells_its_activity_and_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == STALLED_EXIT_CODE
+    assert "stuck" in done.stdout and "in step 3" in done.stdout
+    assert "in step 3. The stacks of all threads are above" in done.stderr.splitlines()[-1]
 
 
 LISTENER_FAILS = """

@@ -356,6 +356,7 @@ def test_resumed_sft_run_is_bit_identical_to_an_uninterrupted_one(
             if ready.step > step:
                 raise Killed
             yield ready
+            assert not parts.learner.watchdog.activity, "waiting for a batch is no activity"
 
     feed, parts.feed = parts.feed, until(5)
     with pytest.raises(Killed):
