@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
@@ -73,6 +74,29 @@ def test_unsupported_video_is_refused_by_path(checkpoint: Any) -> None:
     if checkpoint.family.shows_media:
         with pytest.raises(MediaRefused, match="accepts no videos"):
             checkpoint.family.steps(video([(ref, 0.0), (ref, 1.0)]))
+
+
+def test_media_that_cannot_be_shown_is_refused_before_its_bytes_are_read(checkpoint: Any) -> None:
+    """The bytes are broken, which would be another error."""
+    film, picture = (
+        f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        for kind, data in (("video/mp4", b"\0\0\0\x10ftypisom\0\0\0\0"), ("image/png", b"png"))
+    )
+
+    def render(url: str, kind: str, role: str = "user") -> None:
+        content = [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": url}}]
+        checkpoint.renderer.render([{"role": role, "content": content}])
+
+    where = r"^messages\[0\]\.content\[1\]\."
+    with pytest.raises(
+        MessageError, match=rf"{where}image_url.url: .*(got a video|no vision tower)"
+    ):
+        render(film, "image_url")
+    with pytest.raises(MessageError, match=rf"{where}image_url.url: .*cannot (show|be shown)"):
+        render(picture, "image_url", "assistant")
+    if not checkpoint.case.shows_videos:
+        with pytest.raises(MessageError, match=rf"{where}video_url.url: a video cannot be shown"):
+            render(film, "video_url")
 
 
 def test_image_shape_without_a_layout_is_refused_by_path(seeing: Any) -> None:

@@ -23,6 +23,8 @@ from sightline.errors import MediaRefused, MessageError, PromptTooLong
 from sightline.families.format_description import FormatDescription
 from sightline.families.protocol import Family, ShownStep
 from sightline.families.turn_parsing import encode_tool
+from sightline.media import MediaRef
+from sightline.media.video import share_decode_time
 from sightline.message import (
     AssistantMessage,
     ImagePart,
@@ -113,12 +115,14 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
                 raise MessageError.at(f"messages[{i}].role", problem, "put it first")
         return read
 
-    def read_messages(self, messages: Messages) -> list[Message]:
+    def read_messages(
+        self, messages: Messages, resolver: ImageResolver | None = None
+    ) -> list[Message]:
         check_message_list(messages, "messages")
         if not messages:
             raise MessageError.at("messages", "the list is empty", "pass at least one message")
         self._check_count("messages", len(messages), self.max_model_len)
-        return [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
+        return self._read_all(messages, "messages", resolver)
 
     def render(
         self, messages: Messages, tools: Tools | None = None, generation_prompt: bool = True
@@ -158,7 +162,7 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
         ids = [int(token) for token in completion_ids[: -1 if stopped else None]]
         if stopped and self.is_reasoning_open(ids):
             return Refused("stop_in_reasoning")
-        read = [self._read(m, f"new_messages[{i}]") for i, m in enumerate(new_messages)]
+        read = self._read_all(new_messages, "new_messages")
         stop = completion_ids[-1] if stopped else None
         opens_other = stop in self.openers.values() and stop != self.get_turn_end(read[0].role)
         if opens_other or self.rewrites_history(prompt_ids, ids, read):
@@ -207,9 +211,20 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
         most = self.max_model_len * self._tokenizer.max_token_chars
         self._check_count("tools", size, most, "characters of JSON")
 
-    def _read(self, message: Message | dict[str, Any], path: str) -> Message:
-        """Convert to a `Message`, with its images in the store. `path` is used in errors."""
-        read = to_message(message, self._resolver, path)
+    def _read_all(
+        self, messages: Messages, path: str, resolver: ImageResolver | None = None
+    ) -> list[Message]:
+        """Convert to `Message` objects, with their images in the store. `path` is for errors."""
+        resolver = resolver or self._resolver
+        with share_decode_time():
+            return [self._read(m, f"{path}[{i}]", resolver) for i, m in enumerate(messages)]
+
+    def _read(
+        self, message: Message | dict[str, Any], path: str, resolver: ImageResolver
+    ) -> Message:
+        role = message.get("role") if isinstance(message, dict) else None
+        role = "system" if role == "developer" else str(role)
+        read = to_message(message, _RoleResolver(resolver, self, role), path)
         for i, part in enumerate(read.content):
             if not isinstance(part, TextPart):
                 self._check_media(part, read.role, f"{path}.content[{i}]")
@@ -217,18 +232,22 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
         self._check_message(read, path)
         return read
 
-    def _check_media(self, part: ImagePart | VideoPart, role: str, path: str) -> None:
-        """Raise MessageError or MediaRefused for an unsupported image or video."""
-        kind = "a video" if isinstance(part, VideoPart) else "an image"
+    def check_kind(self, is_video: bool, role: str, path: str) -> None:
+        """Raise MessageError if no image or no video can be shown in a message of this role."""
+        kind = "a video" if is_video else "an image"
         if not self._family.shows_media:
             problem = f"{kind} cannot be shown: this checkpoint has no vision tower"
             raise MessageError.at(path, problem, "use a vision-language checkpoint")
-        if isinstance(part, VideoPart) and self.video_refusal:
+        if is_video and self.video_refusal:
             problem = f"a video cannot be shown: {self.video_refusal}"
             raise MessageError.at(path, problem, "send some of its frames as images")
         if role not in self.image_roles:
             problem = f"this chat format cannot show {kind} in a message of role {role!r}"
             raise MessageError.at(path, problem, "put it into a user message")
+
+    def _check_media(self, part: ImagePart | VideoPart, role: str, path: str) -> None:
+        """Raise MessageError or MediaRefused for an unsupported image or video."""
+        self.check_kind(isinstance(part, VideoPart), role, path)
         try:
             if isinstance(part, VideoPart):
                 self._family.steps(part)
@@ -312,6 +331,19 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
     ) -> bool:
         """Return whether the chat template would change these ids if `new` followed them."""
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class _RoleResolver:
+    """Resolves the URLs of a message of `role`, except of media that cannot be shown in it."""
+
+    resolver: ImageResolver
+    renderer: MessageRenderer
+    role: str
+
+    def resolve(self, url: str, path: str, takes_video: bool) -> MediaRef:
+        self.renderer.check_kind(takes_video, self.role, path)
+        return self.resolver.resolve(url, path, takes_video)
 
 
 class BaseRenderer(MessageRenderer):

@@ -7,7 +7,6 @@ and returns.
 from __future__ import annotations
 
 import hmac
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import uvicorn
+from cachetools import LRUCache
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -41,6 +41,9 @@ from sightline.transport.listen import bind_socket, check_tls, describe_link
 
 KEEP_ALIVE_S = 75
 MAX_GC_BYTES = 1 << 30
+MAX_WORKERS, MAX_WORKER_IMAGES = 4096, 65_536
+"""The service remembers this many images of each worker, and this many workers. It forgets the
+least recently used, such as the workers of earlier runs."""
 
 
 def is_control(method: str, path: str) -> bool:
@@ -56,11 +59,13 @@ def is_control(method: str, path: str) -> bool:
 class MediaGuard(RequestGuard):
     """Also accepts the tokens of workers, and knows which images each of them has put.
 
-    A service that was restarted has forgotten them. A worker then fails its rollouts in progress,
-    which the run plays again.
+    An image that the service has forgotten, for instance because it was restarted, is missing for
+    the worker. Its rollouts in progress then fail, and the run plays them again.
     """
 
-    put: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set), repr=False)
+    put: LRUCache[str, LRUCache[str, bool]] = field(
+        default_factory=lambda: LRUCache(MAX_WORKERS), repr=False
+    )
     """The digests of the images that each worker has put."""
 
     def is_token(self, given: str) -> bool:
@@ -80,12 +85,12 @@ class MediaGuard(RequestGuard):
     def add(self, http: Request, digest: str) -> None:
         """Note that the sender of a request has put an image."""
         if worker := self._find_worker(read_bearer(http.headers)):
-            self.put[worker].add(digest)
+            self.put.setdefault(worker, LRUCache(MAX_WORKER_IMAGES))[digest] = True
 
     def hides(self, http: Request, digest: str) -> bool:
         """Return whether an image is missing for the sender of a request."""
         worker = self._find_worker(read_bearer(http.headers))
-        return bool(worker) and digest not in self.put[worker]
+        return bool(worker) and not self.put.get(worker, {}).get(digest)
 
     def _find_worker(self, given: str) -> str:
         name = given.rpartition(".")[0]

@@ -77,9 +77,7 @@ class DiskCache:
             with files.lock_store(path.parent, exclusive=True):
                 path.unlink(missing_ok=True)
                 num_bytes = _make_room(path.parent, share - len(data))
-                temporary = path.with_name(f"{files.TEMPORARY_PREFIX}{os.getpid()}")
-                temporary.write_bytes(data)
-                os.replace(temporary, path)
+                files.write_atomic(path, data, sync=False)
                 self.folder_bytes = num_bytes + len(data)
         except OSError as error:
             raise MediaError(

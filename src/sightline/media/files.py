@@ -115,20 +115,25 @@ def write(root: Path, path: Path, data: bytes) -> bool:
 
 
 def write_atomic(
-    path: Path, data: bytes, while_renamed: AbstractContextManager[None] | None = None
+    path: Path,
+    data: bytes,
+    while_renamed: AbstractContextManager[None] | None = None,
+    sync: bool = True,
 ) -> None:
-    """Replace the file at `path` durably and in one step."""
+    """Replace the file at `path` in one step. With `sync`, it survives a crash of the machine."""
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         with while_renamed or nullcontext():
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    if sync:
+        sync_directory(path.parent)
 
 
 def renew_last_use(root: Path, path: Path) -> bool:

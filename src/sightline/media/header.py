@@ -48,13 +48,14 @@ class ImageLimits(msgspec.Struct, frozen=True):
     max_decoder_bytes: int = 512 * 1024 * 1024
     """Peak memory of decoding."""
     max_frames: int = 36_000
-    """Maximum number of frames of a video. All are decoded when it is put."""
+    """Maximum number of frames of a video."""
     max_duration_s: float = 3600.0
     """Maximum length of a video in seconds."""
     max_video_pixels: int = 4_000_000_000
     """Maximum number of pixels of all frames of a video together."""
     max_decode_s: float = 60.0
-    """Time limit for decoding a video when it is put."""
+    """Maximum processor time: for the videos of a request when they are put, and for reading the
+    frames of one."""
 
     def __post_init__(self) -> None:
         if min(msgspec.structs.astuple(self)) <= 0:

@@ -28,6 +28,7 @@ from sightline.media.fetch import HostResolver, fetch, resolve_host
 from sightline.media.header import ImageLimits
 from sightline.media.ref import URL_PREFIX, MediaRef, is_digest
 from sightline.media.store import MediaStore
+from sightline.media.video import find_video_mime
 from sightline.regular_file import open_file
 
 _MAX_SEEN_URLS = 8_192
@@ -41,14 +42,17 @@ class UrlRefCache:
     """
 
     def __init__(
-        self, resolve: Callable[[str, str], MediaRef], store: MediaStore, max_urls: float = math.inf
+        self,
+        resolve: Callable[[str, str, bool], MediaRef],
+        store: MediaStore,
+        max_urls: float = math.inf,
     ) -> None:
         self._resolve = resolve
         self._store = store
         self._refs: LRUCache[bytes, MediaRef] = LRUCache(max_urls)
         self._lock = threading.Lock()
 
-    def resolve(self, url: str, path: str) -> MediaRef:
+    def resolve(self, url: str, path: str, takes_video: bool = True) -> MediaRef:
         """Return the ref of the image at `url`. Errors name `path` and are not cached."""
         key = sha256(url.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
@@ -56,7 +60,7 @@ class UrlRefCache:
         # An image that gc removed is resolved again.
         if known is not None and self._store.touch(known.digest):
             return known
-        ref = self._resolve(url, path)
+        ref = self._resolve(url, path, takes_video)
         with self._lock:
             # If two requests send the same new url, the first one wins.
             if self._refs.get(key) is known:
@@ -88,8 +92,8 @@ class ImageIngestor:
         self.file_roots = tuple(_resolve_root(Path(root)) for root in file_roots)
         # A repeated data url is hashed, but neither decoded nor written.
         data_urls = UrlRefCache(self._put_data, store, _MAX_SEEN_URLS)
-        self._sources: dict[str, Callable[[str], MediaRef]] = {
-            "data": lambda url: data_urls.resolve(url, ""),
+        self._sources: dict[str, Callable[[str, bool], MediaRef]] = {
+            "data": lambda url, takes_video: data_urls.resolve(url, "", takes_video),
             "media": self._from_media,
         }
         self._fix = _FIX_SHAPE if takes_addresses else _FIX_SENT
@@ -97,27 +101,30 @@ class ImageIngestor:
             self._sources |= {"file": self._from_file}
             self._sources |= dict.fromkeys(("http", "https"), self._from_http)
 
-    def resolve(self, url: str, path: str) -> MediaRef:
-        """Return the ref of the image at `url`. Errors name `path`, the url's JSON path."""
+    def resolve(self, url: str, path: str, takes_video: bool = True) -> MediaRef:
+        """Return the ref of the image at `url`, or also of a video if `takes_video`. Errors name
+        `path`, the url's JSON path."""
         try:
             source = self._sources.get(str(url).partition(":")[0].lower())
             if source is None:
                 raise MessageError(f"{str(url)[:60]!r} is not a url of an image", self._fix)
-            return source(url)
+            return source(url, takes_video)
         except (MediaError, MessageError) as error:
             # Keep the first cause: an OSError tells a server that a retry may help.
             cause = error.__cause__ or error
             raise type(error)(f"{path}: {error.problem}", error.fix) from cause
 
-    def _put_data(self, url: str, _path: str) -> MediaRef:
-        return self._put(read_data_url(url, self.store.limits))
+    def _put_data(self, url: str, _path: str, takes_video: bool) -> MediaRef:
+        return self._put(read_data_url(url, self.store.limits), takes_video)
 
-    def _put(self, data: bytes) -> MediaRef:
+    def _put(self, data: bytes, takes_video: bool) -> MediaRef:
         """Store an external client's image if there is room."""
+        if not takes_video and find_video_mime(data):
+            raise MessageError("expected an image, got a video", "send it as a part of video_url")
         self.store.check_room(len(data))
         return self.store.put(data)
 
-    def _from_media(self, url: str) -> MediaRef:
+    def _from_media(self, url: str, takes_video: bool) -> MediaRef:
         digest = url.removeprefix(URL_PREFIX)
         if not is_digest(digest):
             fix = f"write it as {URL_PREFIX}<64 lowercase hex characters>, which is MediaRef.url"
@@ -129,7 +136,7 @@ class ImageIngestor:
             )
         return ref
 
-    def _from_file(self, url: str) -> MediaRef:
+    def _from_file(self, url: str, takes_video: bool) -> MediaRef:
         try:
             parts = urlsplit(url)
         except ValueError as error:
@@ -148,11 +155,12 @@ class ImageIngestor:
         root = next((root for root in self.file_roots if path.is_relative_to(root)), None)
         if root is None:
             raise MediaRefused(f"{name} is not below an allowed file root", _FIX_FILE)
-        return self._put(self._read(path))
+        return self._put(self._read(path), takes_video)
 
-    def _from_http(self, url: str) -> MediaRef:
+    def _from_http(self, url: str, takes_video: bool) -> MediaRef:
         max_bytes = self.store.limits.max_bytes
-        return self._put(fetch(url, self.http_hosts, max_bytes, self.timeout_s, self._resolve))
+        data = fetch(url, self.http_hosts, max_bytes, self.timeout_s, self._resolve)
+        return self._put(data, takes_video)
 
     def _read(self, path: Path) -> bytes:
         try:

@@ -1,17 +1,19 @@
 """Video decoding: the only place where PyAV opens a video.
 
-A file is decoded completely when it is put, so that its ref has the true number of frames. FFmpeg
-converts frames to RGB without scaling. Files with a rotation are refused. Sound is ignored.
+A packet holds one frame and its time. `put` therefore counts the frames without decoding them. When
+frames are read, each must have the time that its packet announces, or the video cannot be decoded.
+FFmpeg converts frames to RGB without scaling. Files with a rotation are refused. Sound is ignored.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cachetools import LRUCache
@@ -28,6 +30,11 @@ MAX_OPEN_READERS = 4
 
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 _FORMATS = {"video/mp4": "mp4", "video/webm": "webm"}
+_NUM_TRIED = 2
+"""Number of frames that are decoded when a video is put. One of them would not show that a packet
+holds only half a frame."""
+_VP8_IS_SHOWN = 0x10
+"""Bit of a VP8 packet's first byte. Without it, the frame is hidden."""
 _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 _FIX_SAVE = "save the video again as MP4 or WebM with a program that can play it"
 
@@ -47,28 +54,59 @@ def find_video_mime(data: bytes) -> str | None:
     return "video/webm" if data[:4] == _EBML else None
 
 
+class _Clock:
+    """The processor time of decoding, which differs less between machines than elapsed time."""
+
+    spent_s = 0.0
+
+    @contextmanager
+    def run(self, limits: ImageLimits) -> Iterator[None]:
+        """Count the time of this context, and raise if the sum is above the limit."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self.spent_s += time.thread_time() - began
+        if self.spent_s > limits.max_decode_s:
+            raise MediaRefused(
+                f"decoding takes more than {limits.max_decode_s:g} s of processor time",
+                "send fewer videos at once, scale them down, or split them",
+            )
+
+
+_shared_clock: ContextVar[_Clock | None] = ContextVar("shared_clock", default=None)
+
+
+@contextmanager
+def share_decode_time() -> Iterator[None]:
+    """Apply the time limit to all videos together that are put in this context."""
+    token = _shared_clock.set(_shared_clock.get() or _Clock())
+    try:
+        yield
+    finally:
+        _shared_clock.reset(token)
+
+
 def inspect_video(
     data: bytes, mime: str, limits: ImageLimits = decode.DEFAULT_LIMITS
 ) -> VideoHeader:
-    """Decode a complete file within `limits`, and return its size, frames and rate."""
+    """Return a complete file's size, frames and rate. Decode only its first frames."""
     limits.check_bytes(len(data))
     (_check_boxes if mime == "video/mp4" else _check_segment)(data)
-    num_frames, size = 0, (0, 0)
-    with _open_stream(data, mime, limits) as stream:
+    clock = _shared_clock.get() or _Clock()
+    with _open_stream(data, mime, limits, clock) as stream:
         announced, fps = int(stream.frames), float(stream.average_rate or stream.guessed_rate or 0)
         if not MIN_FPS <= fps <= MAX_FPS:
             raise MediaRefused(f"the {mime} has {fps:g} frames per second", _FIX_SAVE)
         codec = stream.codec_context
         limits.check_video(announced, announced / fps, codec.width * codec.height)
-        for frame in _decode(stream, limits, max_s=limits.max_decode_s):
-            num_frames += 1
-            size = size if num_frames > 1 else (frame.width, frame.height)
-            limits.check_video(num_frames, num_frames / fps, size[0] * size[1])
-    if not num_frames or announced not in (0, num_frames):
-        raise MediaRefused(
-            f"{mime} has {num_frames} frames. Its header says {announced}", "send the whole file"
-        )
-    return VideoHeader(mime, *size, num_frames, fps)
+        times = _list_times(stream, limits, clock)
+        limits.check_video(len(times), len(times) / fps, 0)
+    with _open_stream(data, mime, limits, clock) as stream:
+        first, *_ = list(islice(_decode(stream, limits, clock, times), _NUM_TRIED))
+    # The header may have given another size.
+    limits.check_video(len(times), 0.0, first.width * first.height)
+    return VideoHeader(mime, first.width, first.height, len(times), fps)
 
 
 class VideoReader:
@@ -80,6 +118,7 @@ class VideoReader:
         self._turn = threading.Condition()
         self._waiting: list[int] = []
         self._is_busy = False
+        self._times: list[int] = []
         self._frames: Iterator[Any] = iter(())
         self._last: tuple[int, Any] = (-1, None)
         """The number of the last decoded frame, and the frame."""
@@ -114,8 +153,18 @@ class VideoReader:
         return self._last[1].to_image()
 
     def _decode(self) -> Iterator[Any]:
-        with _open_stream(self._data, self._ref.mime, self._limits) as stream:
-            yield from _decode(stream, self._limits, (self._ref.width, self._ref.height))
+        source, clock = (self._data, self._ref.mime, self._limits), _Clock()
+        if not self._times:
+            with _open_stream(*source, clock) as stream:
+                self._times = _list_times(stream, self._limits, clock)
+        if len(self._times) != self._ref.num_frames:
+            raise MediaUndecodable(
+                f"it has {len(self._times)} frames, its ref says {self._ref.num_frames}",
+                "use refs from MediaStore.put or get_ref",
+            )
+        size = self._ref.width, self._ref.height
+        with _open_stream(*source, clock) as stream:
+            yield from _decode(stream, self._limits, clock, self._times, size)
 
 
 class VideoReaders:
@@ -146,13 +195,15 @@ class VideoReaders:
 
 
 @contextmanager
-def _open_stream(data: bytes, mime: str, limits: ImageLimits) -> Iterator[Any]:
+def _open_stream(data: bytes, mime: str, limits: ImageLimits, clock: _Clock) -> Iterator[Any]:
     """Open the video stream of a file. PyAV's errors become `MediaUndecodable`."""
     av = import_av()
     # Only these bytes are read. Containers that refer to other files, and rare codecs, are refused.
     options = {"codec_whitelist": ",".join((*_CODECS, "libdav1d", "aac", "opus", "vorbis"))}
     try:
-        with av.open(io.BytesIO(data), format=_FORMATS[mime], options=options) as container:
+        with clock.run(limits):
+            file = av.open(io.BytesIO(data), format=_FORMATS[mime], options=options)
+        with file as container:
             streams = container.streams.video
             codec = streams[0].codec_context if len(streams) == 1 else None
             if codec is None or codec.codec.canonical_name not in _CODECS:
@@ -175,22 +226,47 @@ def _open_stream(data: bytes, mime: str, limits: ImageLimits) -> Iterator[Any]:
         raise MediaUndecodable(f"{mime} cannot be decoded ({what})", _FIX_SAVE) from error
 
 
-def _decode(
-    stream: Any, limits: ImageLimits, size: tuple[int, int] | None = None, max_s: float = math.inf
-) -> Iterator[Any]:
-    """Yield the frames in display order, all in one size."""
-    decode_s = 0.0
-    for num_packets, packet in enumerate(stream.container.demux(stream)):
+def _list_times(stream: Any, limits: ImageLimits, clock: _Clock) -> list[int]:
+    """Return the times of the frames in display order, from the packets, without decoding."""
+    times: list[int] = []
+    num_packets, announced = 0, int(stream.frames)
+    codec, packets = stream.codec_context, stream.container.demux()
+    is_vp8 = codec.codec.canonical_name == "vp8"
+    while True:
+        with clock.run(limits):  # also counts the packets of sound
+            packet = next(packets, None)
+        if packet is None:
+            break
+        if packet.stream_index != stream.index or not packet.size:
+            continue
+        num_packets += 1
+        is_hidden = is_vp8 and not memoryview(packet)[0] & _VP8_IS_SHOWN
+        if packet.pts is None:
+            raise MediaRefused("a video whose frames have no times", _FIX_SAVE)
+        if not is_hidden and not packet.is_discard:
+            times.append(packet.pts)
         # A packet may hold a hidden frame, or half of an interlaced one.
-        pixels = stream.codec_context.width * stream.codec_context.height
-        limits.check_video(num_packets // 2, 0.0, pixels)
-        began = time.monotonic()
-        frames = packet.decode()
-        if (decode_s := decode_s + time.monotonic() - began) > max_s:
-            raise MediaRefused(
-                f"only {num_packets} packets of a video decoded in {max_s:g} s",
-                "scale it down or split it",
-            )
+        limits.check_video(max(len(times), num_packets // 2), 0.0, codec.width * codec.height)
+    if not times or announced not in (0, num_packets):
+        raise MediaRefused(
+            f"the video has {num_packets} packets. Its header says {announced}",
+            "send the whole file, or save it again with a program that can play it",
+        )
+    return sorted(times)
+
+
+def _decode(
+    stream: Any,
+    limits: ImageLimits,
+    clock: _Clock,
+    times: Sequence[int],
+    size: tuple[int, int] | None = None,
+) -> Iterator[Any]:
+    """Yield the frames in display order, all in one size and at their times."""
+    num_frames = 0
+    for packet in stream.container.demux(stream):
+        with clock.run(limits):
+            frames = packet.decode()
         for frame in frames:
             size = size or (frame.width, frame.height)
             if frame.is_corrupt or frame.rotation % 360 or (frame.width, frame.height) != size:
@@ -199,7 +275,14 @@ def _decode(
                     "encode the video again, upright, with a program that can play it",
                 )
             limits.check_size(frame.width, frame.height)
+            if num_frames == len(times) or frame.pts != times[num_frames]:
+                raise MediaUndecodable(
+                    f"frame {num_frames} of {len(times)} is missing or has another time", _FIX_SAVE
+                )
+            num_frames += 1
             yield frame
+    if num_frames < len(times):
+        raise MediaUndecodable(f"only {num_frames} of {len(times)} frames decode", _FIX_SAVE)
 
 
 def import_av() -> Any:

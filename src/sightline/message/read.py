@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from sightline.errors import MessageError
 from sightline.media import MediaRef
+from sightline.media.video import share_decode_time
 from sightline.message.parts import (
     AssistantMessage,
     ImagePart,
@@ -34,7 +35,8 @@ _TYPE_KEYS = ("media_type", "mime_type", "mimeType")
 class ImageResolver(Protocol):
     """The interface for converting image URLs to refs. `media.ImageIngestor` implements it."""
 
-    def resolve(self, url: str, path: str) -> MediaRef: ...
+    def resolve(self, url: str, path: str, takes_video: bool) -> MediaRef:
+        """Return the ref of an image, or also of a video if `takes_video`. Errors name `path`."""
 
 
 def check_message_list(messages: object, path: str) -> None:
@@ -47,7 +49,8 @@ def to_messages(
 ) -> list[Message]:
     """Convert `messages`. Paths in errors start at `messages[i]`."""
     check_message_list(messages, "messages")
-    return [to_message(m, resolver, f"messages[{i}]") for i, m in enumerate(messages)]
+    with share_decode_time():
+        return [to_message(m, resolver, f"messages[{i}]") for i, m in enumerate(messages)]
 
 
 def check_unicode(text: str, path: str) -> None:
@@ -158,7 +161,7 @@ def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
         return TextPart(part["text"])
     if kind in IMAGE_KINDS:
         image, where = get_image_source(part, path)
-        ref = image if isinstance(image, MediaRef) else resolver.resolve(image, where)
+        ref = image if isinstance(image, MediaRef) else resolver.resolve(image, where, False)
         return _check_refs(ImagePart(ref), path)
     if kind in VIDEO_KINDS:
         return _check_refs(_read_video(part, resolver, path), path)
@@ -173,7 +176,7 @@ def _read_video(part: dict[str, Any], resolver: ImageResolver, path: str) -> Vid
     """Read a video: the URL or ref of a file, or `frames` with an image and `seconds` each."""
     if part.get("frames") is None:
         source, where = get_image_source(part, path, "video")
-        ref = source if isinstance(source, MediaRef) else resolver.resolve(source, where)
+        ref = source if isinstance(source, MediaRef) else resolver.resolve(source, where, True)
         return VideoPart(ref=ref)
     _check_type(part["frames"], (list, tuple), f"{path}.frames", "pass a list of images with times")
     frames = []
@@ -184,7 +187,7 @@ def _read_video(part: dict[str, Any], resolver: ImageResolver, path: str) -> Vid
         if isinstance(seconds, bool) or not isinstance(seconds, int | float):
             raise MessageError.at(f"{where}.seconds", "it is missing or no number", "pass the time")
         image, at = get_image_source(frame, where)
-        ref = image if isinstance(image, MediaRef) else resolver.resolve(image, at)
+        ref = image if isinstance(image, MediaRef) else resolver.resolve(image, at, False)
         frames.append(VideoFrame(ref, float(seconds)))
     try:
         return VideoPart(frames=tuple(frames))

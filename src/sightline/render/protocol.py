@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sightline.message import AssistantMessage, Message
+from sightline.message import AssistantMessage, ImageResolver, Message
 from sightline.render.tokenizer import Tokenizer
 from sightline.wire import Slot, Span
 
@@ -67,8 +67,13 @@ class Renderer(Protocol):
         """
         ...
 
-    def read_messages(self, messages: Messages) -> list[Message]:
-        """Convert part of a conversation, without the checks for a whole conversation."""
+    def read_messages(
+        self, messages: Messages, resolver: ImageResolver | None = None
+    ) -> list[Message]:
+        """Convert part of a conversation, without the checks for a whole conversation.
+
+        `resolver` replaces the renderer's own.
+        """
         ...
 
     def render(

@@ -126,17 +126,19 @@ class RolloutChat(ModelChat):
             self.record_refusal(error)
             raise
 
-    def _check_limits(self, turn: Turn, num_answers: int) -> None:
+    def _check_limits(self, turn: Turn, num_answers: int, max_tokens: int) -> None:
         """Raise, without a commit, if the turn exceeds a limit."""
         self._check_turn_limit(num_answers)
-        needed = len(turn.prompt_ids) + self.max_tokens
+        needed = len(turn.prompt_ids) + max_tokens
         if 0 < self.max_model_len < needed:
+            is_smaller = max_tokens < self.max_tokens
+            limit = "the request's max_tokens" if is_smaller else "[rollout] max_tokens"
             self.truncate(
                 RolloutTruncated(
                     f"the prompt of turn {self.num_turns + 1} is too long: it has "
-                    f"{len(turn.prompt_ids)} tokens{_describe_images(turn)}, and with [rollout] "
-                    f"max_tokens = {self.max_tokens} needs {needed}. The limit is [inference] "
-                    f"max_model_len = {self.max_model_len}",
+                    f"{len(turn.prompt_ids)} tokens{_describe_images(turn)}, and with {limit} = "
+                    f"{max_tokens} needs {needed}. The limit is [inference] max_model_len = "
+                    f"{self.max_model_len}",
                     f"raise max_model_len to {needed}, send a window of the history "
                     f"(docs/conversations.md), or {SMALLER_IMAGES}",
                 )
@@ -161,7 +163,7 @@ class RolloutChat(ModelChat):
     ) -> list[CompletedTurn]:
         earlier = list(self.truncations)
         await self.client.pacer.wait_for_pass()
-        self._check_limits(turn, num_answers)
+        self._check_limits(turn, num_answers, max_tokens)
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,

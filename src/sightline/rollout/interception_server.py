@@ -40,7 +40,7 @@ from sightline.errors import (
     SightlineError,
 )
 from sightline.media import MediaRef, UrlRefCache
-from sightline.message import ImageResolver, Message, to_messages
+from sightline.message import ImageResolver, Message
 from sightline.rollout.chat import CompletedTurn, RolloutChat
 from sightline.rollout.openai_completions import (
     ROLLOUT_UNSUPPORTED,
@@ -93,9 +93,9 @@ class _AgentSession:
     responses: dict[str, tuple[int, bool]] = field(default_factory=dict)
     """The turn of each response, and whether its first message is the request's instructions."""
 
-    def resolve(self, url: str, path: str) -> MediaRef:
+    def resolve(self, url: str, path: str, takes_video: bool) -> MediaRef:
         """Return the image at `url`, or its replacement."""
-        return self.chat.substitute_image(url, self.urls.resolve(url, path))
+        return self.chat.substitute_image(url, self.urls.resolve(url, path, takes_video))
 
     def find_past(self, response_id: str) -> list[Message]:
         """Return the messages up to a response. As at OpenAI, instructions are not carried over."""
@@ -253,7 +253,7 @@ def _read_request(
         data, ROLLOUT_UNSUPPORTED, chat.max_model_len, dialect, session.find_past
     )
     del data
-    messages = chat.renderer.read_messages(to_messages(request.messages, session))
+    messages = chat.renderer.read_messages(request.messages, session)
     request.messages = []
     return request, messages
 

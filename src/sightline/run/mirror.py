@@ -86,14 +86,10 @@ def write_file(root: Path, file: FileChange, blobs: MediaStore | None) -> None:
         if file.stored.salt:
             for part in file.stored.parts:
                 blobs.remove(part)
-    elif path.suffix == BEAT:  # not synced, because it need not survive a crash
-        temporary = path.with_name(f".{path.name}.part")
-        temporary.write_bytes(file.data)
-        temporary.replace(path)
     elif file.is_appended:
         append_line(path, file.data.removesuffix(b"\n"))
-    else:
-        write_atomic(path, file.data)
+    else:  # a heartbeat need not survive a crash
+        write_atomic(path, file.data, sync=path.suffix != BEAT)
 
 
 def _check_name(name: str) -> str:

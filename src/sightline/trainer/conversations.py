@@ -254,9 +254,9 @@ class _PlaceholderResolver:
         is_video = isinstance(source, bytes) and find_video_mime(source) is not None
         return self.video if is_video else self.image
 
-    def resolve(self, url: str, path: str) -> MediaRef:
-        """Choose the placeholder by the url's path in the row, without fetching it."""
-        return self.video if ".video" in path.rpartition("]")[2] else self.image
+    def resolve(self, url: str, path: str, takes_video: bool) -> MediaRef:
+        """Choose the placeholder by the part's type, without fetching the url."""
+        return self.video if takes_video else self.image
 
 
 def check_rows_for_images(data: DataConfig, seed: int) -> bool:

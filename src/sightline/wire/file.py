@@ -108,10 +108,11 @@ def read_checked_lines(path: Path, kind: type[Content], fix: str) -> list[Conten
     return [decode_checked(line, kind, f"{path}, line {number},", fix) for number, line in lines]
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write `data` durably. On a full disk, raise `DiskFull` and keep the old content."""
+def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
+    """Replace the file in one step, durably with `sync`. On a full disk, raise `DiskFull` and keep
+    the old content."""
     with disk_errors(path):
-        files.write_atomic(path, data)
+        files.write_atomic(path, data, sync=sync)
 
 
 def append_line(path: Path, line: bytes, sync: bool = False) -> None:

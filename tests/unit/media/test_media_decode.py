@@ -78,6 +78,14 @@ def test_truncated_image_file_is_refused(
             inspect_image(data[:length])
 
 
+@pytest.mark.parametrize("name", ["png", "webp"])
+def test_image_cut_between_chunks_is_refused(every_format: dict[str, bytes], name: str) -> None:
+    data = every_format[name]
+    cut = data[: data.index(b"IEND") - 4] if name == "png" else data[:-2]
+    with pytest.raises(MediaRefused, match="lacks an IHDR, IDAT or IEND|the file has"):
+        inspect_image(cut)
+
+
 @settings(max_examples=60, deadline=None)
 @given(change=st.data())
 def test_changed_byte_never_yields_a_size_other_than_the_headers(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_repeated_data_url_is_put_again_after_gc_removed_its_image(
 def test_refusals_are_not_cached(store: MediaStore) -> None:
     urls: list[str] = []
 
-    def refuse(url: str, path: str) -> MediaRef:
+    def refuse(url: str, path: str, takes_video: bool) -> MediaRef:
         urls.append(url)
         raise MediaRefused("no", "send another")
 
@@ -122,6 +123,16 @@ def test_refusals_are_not_cached(store: MediaStore) -> None:
         with pytest.raises(MediaRefused):
             cache.resolve("https://a/b.png", WHERE)
     assert len(urls) == 2 and len(cache) == 0
+
+
+def test_a_video_in_place_of_an_image_is_refused_by_its_first_bytes(store: MediaStore) -> None:
+    video = b"\0\0\0\x10ftypisom\0\0\0\0"
+    url = data_url(video)
+    with pytest.raises(MessageError, match=f"^{re.escape(WHERE)}: expected an image, got"):
+        ImageIngestor(store).resolve(url, WHERE, takes_video=False)
+    with pytest.raises(MediaRefused, match=f"^{re.escape(WHERE)}: MP4 without a moov"):
+        ImageIngestor(store).resolve(url, WHERE, takes_video=True)
+    assert store.count() == 0
 
 
 # --- media:

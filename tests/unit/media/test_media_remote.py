@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from store_kinds import KINDS, TOKEN, StoreKind, behind, get_endpoint, s3_server
 from sightline.cli.main import main
 from sightline.errors import MediaCorrupt, MediaError, MediaMissing
 from sightline.launch.checks.run_files import check_trace_images
+from sightline.launch.media_service import MAX_WORKER_IMAGES, MAX_WORKERS, MediaGuard
 from sightline.media import ImageIngestor, MediaRef, MediaStore, open_store
 from sightline.media.cache import NUM_FOLDERS, DiskCache
 from sightline.media.decode import encode_png
@@ -169,6 +170,26 @@ def test_worker_token_reads_only_the_images_that_the_worker_has_put(
         assert kind.store.get(ref) == pictures[0]
 
 
+def test_service_remembers_a_limited_number_of_images_and_workers() -> None:
+    guard = MediaGuard("127.0.0.1", TOKEN)
+
+    def request(worker: str) -> Request:
+        header = f"Bearer {derive_worker_token(TOKEN, worker)}".encode()
+        return Request({"type": "http", "headers": [(b"authorization", header)]})
+
+    first, *others = (f"{number:064x}" for number in range(MAX_WORKER_IMAGES + 1))
+    mine = request("a")
+    for digest in (first, *others[:-1]):
+        guard.add(mine, digest)
+    assert not guard.hides(mine, first)  # this use makes the second image the oldest
+    guard.add(mine, others[-1])
+    assert guard.hides(mine, others[0])
+    assert not guard.hides(mine, first) and not guard.hides(mine, others[-1])
+    for number in range(MAX_WORKERS):
+        guard.add(request(f"worker-{number}"), first)
+    assert guard.hides(mine, first) and not guard.hides(request("worker-0"), first)
+
+
 def test_refusal_is_not_retried(pictures: list[bytes], tmp_path: Path) -> None:
     with KINDS["http"](tmp_path) as kind:
         ref = kind.store.put(pictures[0])
@@ -224,6 +245,27 @@ def test_image_left_only_in_the_local_cache_is_missing(
 
 
 # --- the cache
+
+
+def test_a_link_at_a_guessable_temporary_name_is_not_written_through(tmp_path: Path) -> None:
+    victim, folder, is_over = tmp_path / "victim", tmp_path / "cache" / "00", threading.Event()
+    victim.write_bytes(b"kept")
+    folder.mkdir(parents=True)
+
+    def place_links() -> None:
+        while not is_over.is_set():
+            with suppress(FileExistsError):
+                (folder / f".tmp-{os.getpid()}").symlink_to(victim)
+
+    cache = DiskCache(tmp_path / "cache", 1 << 20, num_folders=1)
+    thread = threading.Thread(target=place_links)
+    thread.start()
+    for number in range(300):
+        data = number.to_bytes(4, "big")
+        cache.add(sha256(data).hexdigest(), data)
+    is_over.set()
+    thread.join()
+    assert victim.read_bytes() == b"kept"
 
 
 def test_cache_stays_within_its_limit_and_evicts_least_recently_used(

@@ -76,6 +76,25 @@ def test_oversized_request_fails_alone(
         assert len(trace.refused_requests) == 1
 
 
+def test_limit_applies_to_the_max_tokens_of_the_request(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    prompt = asked("a b " * 30)
+
+    async def rollout(chat: Chat) -> float:
+        async with agent(chat) as client:
+            await client.chat.completions.create(**prompt, max_tokens=4)
+            with pytest.raises(openai.BadRequestError, match=r"the request's max_tokens = 350"):
+                await client.chat.completions.create(**prompt, max_tokens=350)
+            with pytest.raises(openai.BadRequestError, match=r"\[rollout\] max_tokens = 390"):
+                await client.chat.completions.create(**prompt)
+            await client.chat.completions.create(**prompt, max_tokens=1)
+        return 1.0
+
+    trace = play(tiny_model, store, rollout, max_tokens=390)
+    assert not trace.error and len(trace.turns) == 2
+
+
 @pytest.mark.parametrize("name", ["prompt", "text"])
 def test_agent_that_gives_up_at_the_limit_ends_a_truncated_rollout(
     tiny_model: Path, store: MediaStore, name: str

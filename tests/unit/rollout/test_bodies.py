@@ -35,9 +35,9 @@ class Asked(ImageIngestor):
 
     num_asked = 0
 
-    def resolve(self, url: str, path: str) -> MediaRef:
+    def resolve(self, url: str, path: str, takes_video: bool = True) -> MediaRef:
         self.num_asked += 1
-        return super().resolve(url, path)
+        return super().resolve(url, path, takes_video)
 
 
 class Pages:

@@ -355,6 +355,12 @@ def test_refused_part_is_named_by_path_and_recorded_in_the_trace(
                 assert refusal == (status, params[-1])
                 assert caught.value.type == "invalid_request_error"
                 assert caught.value.code and "fix: " in caught.value.body["message"]
+            # The role is checked before the image.
+            content = [{"type": "image_url", "image_url": {"url": BAD_URL}}]
+            answer = {"role": "assistant", "content": content}
+            with pytest.raises(openai.BadRequestError, match=r"in a message of role 'assistant'"):
+                await client.chat.completions.create(model="m", messages=[shown(0), answer])
+            params.append("messages[1].content[0].image_url.url")
             # A refusal has no cost: the agent may continue.
             await client.chat.completions.create(model="m", messages=[shown(0)])
         return 1.0

@@ -224,6 +224,15 @@ def test_heartbeats_do_not_wait_for_checkpoints(tmp_path: Path) -> None:
     assert pair.own.heartbeat("trainer").read_bytes() == b"beat"
 
 
+def test_a_link_at_a_guessable_temporary_name_is_not_written_through(tmp_path: Path) -> None:
+    victim, logs = tmp_path / "victim", tmp_path / "run" / "logs"
+    victim.write_bytes(b"kept")
+    logs.mkdir(parents=True)
+    (logs / ".trainer.beat.part").symlink_to(victim)
+    write_file(tmp_path / "run", FileChange("logs/trainer.beat", b"beat"), None)
+    assert (logs / "trainer.beat").read_bytes() == b"beat" and victim.read_bytes() == b"kept"
+
+
 def test_removing_a_copy_removes_nothing_from_the_run(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     write_atomic(pair.copy.ledger, b"line\n")

@@ -34,10 +34,10 @@ class ToyRenderer:
             raise MessageError.at("messages", "empty", "pass one message or more")
         return self.read_messages(messages)
 
-    def read_messages(self, messages: Messages) -> list[Message]:
+    def read_messages(self, messages: Messages, resolver: object = None) -> list[Message]:
         return to_messages(messages, self)
 
-    def resolve(self, url: str, path: str) -> MediaRef:
+    def resolve(self, url: str, path: str, takes_video: bool) -> MediaRef:
         raise AssertionError(f"{path}: the toy has no store for {url}")
 
     def render(
