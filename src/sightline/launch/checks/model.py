@@ -23,6 +23,7 @@ from sightline.errors import (
     EnvironmentFailed,
     FamilyError,
     find_fix,
+    format_command,
     summarize_traceback,
 )
 from sightline.families import Family, check_parallel, load_family, load_renderer
@@ -259,6 +260,8 @@ def check_prompts(config: RunFile | SftFile) -> str:
         chats = build_policy_chats(config, [meter.base_url], MediaStore(Path(folder)))
         chats = replace(chats, client=meter, max_model_len=0)
         player = RolloutPlayer(build_environment(config.env), chats, config.rollout.timeout_s)
+        words = ("sightline", "try", config.env.name, "--model", config.model.path)
+        command = format_command(*words)
         try:
             for task in range(NUM_TASKS):
                 trace = (await player.play(build_eval_request(task, "train", 0, 1.0))).trace
@@ -266,8 +269,7 @@ def check_prompts(config: RunFile | SftFile) -> str:
                     raise EnvironmentFailed(
                         f"task {task} of [env] {config.env.name!r} failed before its first "
                         f"answer: {summarize_traceback(trace.error)}",
-                        f"{find_fix(trace.error)}play it: `sightline try {config.env.name} "
-                        f"--model {config.model.path}`",
+                        f"{find_fix(trace.error)}play it: `{command}`",
                     )
                 if trace.limit:  # the renderer refuses long texts before it counts their tokens
                     raise ConfigError(
