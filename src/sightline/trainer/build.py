@@ -15,7 +15,13 @@ from sightline.algo.algorithm import Algorithm
 from sightline.algo.algorithms import load_algorithm, load_sft_algorithm
 from sightline.algo.registry import load_aggregation
 from sightline.compute.feature_cache import FeatureCache
-from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
+from sightline.compute.model import (
+    MODEL_DTYPES,
+    check_weights,
+    limit_gpu_memory,
+    load_model,
+    pick_device,
+)
 from sightline.config import (
     AlgorithmConfig,
     LoraConfig,
@@ -99,10 +105,14 @@ def build_learner(
     dims = ParallelDims.of(ranks, trainer)
     if device.type == "cpu":
         model.check_exact_on_cpu(dims.size)
-    if dims.is_distributed:
-        dims.join(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())
     check_parallel(family, model.path, trainer, model.exact)
+    teacher_path = algorithm.settings.teacher or model.path
+    if dims.is_distributed:
+        if ranks.is_lead:  # the other ranks wait for it in `join`
+            for path in dict.fromkeys((model.path, teacher_path)):
+                check_weights(path, family, str(device), model.dtype)
+        dims.join(ranks, device)
     renderer = load_renderer(model.path, store, family)
     # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)
@@ -130,9 +140,8 @@ def build_learner(
     if algorithm.needs.reference:
         reference = load_frozen(model.path, features)
     if algorithm.needs.teacher_logprobs:
-        path = algorithm.settings.teacher or model.path
-        teacher = load_frozen(path, None)
-        _check_teacher(path, teacher.forward, forward, family)
+        teacher = load_frozen(teacher_path, None)
+        _check_teacher(teacher_path, teacher.forward, forward, family)
     return Learner(
         forward=forward,
         algorithm=algorithm,
