@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from sightline.bounded_child import build_command
+from sightline.bounded_child import build_command, build_variables
 from sightline.errors import FamilyError, format_command
 from sightline.families.anyvlm.findings import (
     FILE,
@@ -102,7 +102,13 @@ def _probe_in_process(path: Path) -> ProbeAnswer:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     child = build_command(file, str(path), cpu_s=TIMEOUT_S, memory_bytes=memory_bytes)
     try:
-        done = subprocess.run(child, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            child,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            env=build_variables("HF_HOME", "HF_HUB_OFFLINE", "HOME", "OMP_NUM_THREADS", "TMPDIR"),
+        )
     except subprocess.TimeoutExpired as error:
         problem = f"{path}: the trials did not finish within {TIMEOUT_S} s"
         raise FamilyError(problem, f"run `{command}` to see where it stalls") from error

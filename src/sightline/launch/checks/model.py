@@ -28,6 +28,7 @@ from sightline.errors import (
 )
 from sightline.families import Family, check_parallel, load_family, load_renderer
 from sightline.families.checkpoint_files import read_json, read_shapes, resolve_checkpoint
+from sightline.families.rope import check_length
 from sightline.launch.checks.machine import SPARE_BYTES, read_available_memory
 from sightline.launch.checks.settings import is_elsewhere
 from sightline.media import MediaStore, open_store
@@ -97,6 +98,9 @@ def find_family(config: RunFile | SftFile) -> Family:
             f"[algorithm] teacher = {teacher!r} is no folder with weights",
             "name a checkpoint of the same family, or leave it empty for the starting checkpoint",
         )
+    if isinstance(config, SftFile):
+        longest = config.trainer.max_sequence_tokens
+        check_length(family.position_limit, longest, "[trainer] max_sequence_tokens")
     check_token_ids(config.model, family)
     return family
 
