@@ -25,7 +25,7 @@ COMMAND = re.compile(
 )
 """A command in a text. `\\0` stands for a value."""
 FIXED = {"class_name", "command", "on", "status.command"}
-"""Values that are words of ours."""
+"""Values that come from our own lists of words."""
 
 
 def list_values(text: ast.JoinedStr) -> list[str]:
