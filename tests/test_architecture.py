@@ -90,11 +90,11 @@ ADDRESSES = {
 }
 ENVIRONMENT_READERS = (
     "launch/*", "run/machine.py", "cli/process.py", "envs/verifiers.py", "config/secret_refs.py",
-    "render/template.py",
+    "bounded_child.py",
 )  # fmt: skip
 """Files that may touch os.environ: a child's thread budget must stand there before it imports, and
-verifiers takes the key of an endpoint from there alone; settings name where secrets are; the child
-that renders templates gets a few harmless ones."""
+verifiers takes the key of an endpoint from there alone; settings name where secrets are; children
+that render templates and try models get a few harmless ones."""
 
 
 def library_of(name: Import) -> str:

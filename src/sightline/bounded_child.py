@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 PR_SET_PDEATHSIG = 1
+PASSED_ON = ("LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PATH", "TZ")
 _LENGTH_BYTES = 8
 
 
@@ -26,6 +27,13 @@ def build_command(file: Path, *args: str, cpu_s: int, memory_bytes: int) -> list
     # -P: a file of the working directory must not replace a module.
     command = [sys.executable, "-P", "-m", "sightline.bounded_child", *map(str, limits)]
     return [*command, str(file), *args]
+
+
+def build_variables(*more: str) -> dict[str, str]:
+    """Return a child's environment variables. Others than `PASSED_ON` and `more` may hold
+    secrets."""
+    variables = {name: os.environ[name] for name in (*PASSED_ON, *more) if name in os.environ}
+    return variables | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p)}
 
 
 def die_with_parent() -> None:

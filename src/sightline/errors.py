@@ -8,6 +8,7 @@ and the CLI's main.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from typing import Any, TextIO, cast
 from urllib.parse import quote
@@ -61,6 +62,11 @@ def mask_output() -> None:
 def clean_text(text: str) -> str:
     """Mask secrets and escape unpaired surrogates, so that the text can be encoded."""
     return mask(text).encode("utf-8", "backslashreplace").decode()
+
+
+def format_command(*words: object) -> str:
+    """Return a command to paste into a shell, with its words quoted."""
+    return shlex.join(map(str, words))
 
 
 class SightlineError(Exception):

@@ -11,7 +11,8 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from sightline.errors import ConfigError
+from sightline.config.sections import RUN_NAME
+from sightline.errors import ConfigError, format_command
 
 SUFFIX = ".template"
 
@@ -23,12 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folder: Path = args.folder
     name = folder.resolve().name
-    if not re.fullmatch(r"\w[\w-]*", name):
-        raise ConfigError(f"{name!r} is not a valid run name", "use letters, digits, _ and -")
+    if not RUN_NAME.fullmatch(f"{name}-warmup"):  # the longer name of its two runs
+        fix = "use up to 93 letters (a to z), digits and ._+- and start with a letter or digit"
+        raise ConfigError(f"{name!r} is not a valid run name", fix)
     if folder.exists():
         raise ConfigError(f"{folder} already exists", "choose a new folder")
     # The suffix keeps the class apart from imported names and keywords.
-    words = (word[:1].upper() + word[1:] for word in re.split(r"[-_]+", name))
+    words = (word[:1].upper() + word[1:] for word in re.split(r"[\W_]+", name))
     class_name = re.sub(r"^(?=\d)", "_", f"{''.join(words)}Env")
     folder.mkdir(parents=True)
     for template in files("sightline.cli").joinpath("project").iterdir():
@@ -36,5 +38,6 @@ def run(args: argparse.Namespace) -> int:
             text = template.read_text().replace("$name", name).replace("$class", class_name)
             (folder / template.name.removesuffix(SUFFIX)).write_text(text)
     print(f"wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    print(f"next: cd {folder}, then see README.md; first `sightline try environment:{class_name}`")
+    command = format_command("cd", folder)
+    print(f"next: {command}, then see README.md; first `sightline try environment:{class_name}`")
     return 0

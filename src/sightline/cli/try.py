@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sightline.cli.main import add_env_args
+from sightline.errors import format_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,5 +82,5 @@ def run(args: argparse.Namespace) -> int:
     store = MediaStore(run_dir.media)
     renderer = load_renderer(args.model, store, load_family(args.model, **config.model.overrides()))
     num_problems = print_trial(env, traces, raised, store, renderer, args.max_model_len)
-    print(f"view it: sightline view {run_dir.path}")
+    print(f"view it: {format_command('sightline', 'view', run_dir.path)}")
     return 1 if num_problems else 0

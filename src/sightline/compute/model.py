@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,20 @@ def load_model(
     if exact is not None:
         make_exact(forward, family, torch.device(exact[0]), MODEL_DTYPES[exact[1]])
     return forward
+
+
+def check_weights(path: str | Path, family: Family, device: str, dtype: str) -> None:
+    """Load a whole model and free it, for a family that checks the loaded model. Ranks, which load
+    only their shards, cannot. If the device is too small, the CPU computes the check."""
+    if not family.model_class:
+        return
+    try:
+        load_model(path, family, device, dtype)
+    except torch.OutOfMemoryError:
+        load_model(path, family, "cpu", dtype)
+    gc.collect()  # a model refers to itself
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def linearize_patch_embeddings(model: nn.Module) -> None:

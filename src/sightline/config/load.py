@@ -24,7 +24,7 @@ from sightline.config.renamed import (
 )
 from sightline.config.secret_refs import hide_secrets, is_secret_name
 from sightline.config.section import ConfigSection, get_section_class
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, format_command
 from sightline.regular_file import read_text
 
 _CHECKSUM_LINE = re.compile(
@@ -49,7 +49,8 @@ def _check_command(kind: type[AnyFile], values: dict[str, Any], path: Path) -> N
     command = "sft" if "sft" in values else "rl" if "orchestrator" in values else ""
     if command and (command == "sft") != ("sft" in kind.model_fields):
         raise ConfigError(
-            f"{path} is a run file for `sightline {command}`", f"run `sightline {command} {path}`"
+            f"{path} is a run file for `sightline {command}`",
+            f"run `{format_command('sightline', command, path)}`",
         )
 
 

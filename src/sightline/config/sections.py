@@ -14,6 +14,8 @@ from sightline.errors import ConfigError
 
 MIX = "mix"
 """The name of `[env]` if `[[env.mix]]` lists several environments."""
+RUN_NAME = re.compile(r"[A-Za-z0-9_][\w.+-]{0,99}", re.ASCII)
+"""A run's name, which becomes part of paths, batch scripts and commands."""
 DEFAULT_MICRO_BATCH_TOKENS = 8192
 
 
@@ -34,8 +36,7 @@ class RunConfig(ConfigSection):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
-        # It becomes part of paths, batch scripts and commands.
-        if not re.fullmatch(r"[A-Za-z0-9_][\w.+-]{0,99}", name, re.ASCII):
+        if not RUN_NAME.fullmatch(name):
             raise InvalidSetting(
                 f"name = {name!r} is not a name for a run directory",
                 "use up to 100 letters, digits and ._+- and start with a letter or digit. Set "

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self, cast
 from sightline.config import EnvConfig
 from sightline.config.load import load_object
 from sightline.config.secret_refs import resolve_references
-from sightline.errors import ConfigError, EnvironmentFailed, SightlineError
+from sightline.errors import ConfigError, EnvironmentFailed, SightlineError, format_command
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, Message
 from sightline.render.protocol import Messages, Tools
@@ -205,7 +205,8 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
     except Exception as error:  # user code
         raise EnvironmentFailed(
             f"[env] name = {path!r} cannot be built: {type(error).__name__}: {error}",
-            f"fix it, or pass what it needs in [env.args]. Test it with `sightline try {path}`",
+            "fix it, or pass what it needs in [env.args]. Test it with "
+            f"`{format_command('sightline', 'try', path)}`",
         ) from error
 
 

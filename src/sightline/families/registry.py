@@ -86,9 +86,11 @@ def _get_folder(path: Path) -> ModuleType:
     claimed = native or claimed
     kind = f"{path} is a {config.get('model_type')!r} checkpoint"
     if not claimed:
+        classes = ", ".join(config.get("architectures") or ()) or "none"
         raise FamilyError(
-            f"{kind}, which no family supports: its config.json has no vision_config, and names no "
-            "causal language model in `architectures`",
+            f"{kind}, which no family supports: its config.json has no vision_config, which "
+            f"describes a vision tower, and its `architectures` ({classes}) name no text-only "
+            "model (`...ForCausalLM`)",
             "use a model listed in docs/models.md, or add a family for it "
             "(docs/internals/adding_a_family.md)",
         )

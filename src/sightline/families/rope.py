@@ -45,13 +45,14 @@ def find_position_limit(config: dict[str, Any]) -> int:
     return min((limit for _, limit in _find_rope_settings(config)), default=0)
 
 
-def check_length(limit: int, max_model_len: int) -> None:
-    """Raise if a sequence may be longer than the checkpoint's frequencies allow."""
-    if 0 < limit < max_model_len:
+def check_length(limit: int, length: int, setting: str = "[inference] max_model_len") -> None:
+    """Raise if a sequence may be longer than the checkpoint's frequencies allow. A `length` of 0 is
+    no limit."""
+    if limit and not 0 < length <= limit:
         raise ConfigError(
-            f"[inference] max_model_len = {max_model_len}, but the rotary frequencies of this "
-            f"checkpoint change for all sequences of a batch when one exceeds {limit} tokens",
-            f"set max_model_len to {limit} or less",
+            f"{setting} = {length}, but the rotary frequencies of this checkpoint change for all "
+            f"sequences of a batch when one exceeds {limit} tokens",
+            f"set {setting} = {limit} or less",
         )
 
 

@@ -7,6 +7,8 @@ that depend on image sizes are computed on the host, because reading them from t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,8 +19,8 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, vision_utils
 
-from sightline.errors import FamilyError
-from sightline.families.checkpoint_files import hide_pad_warning
+from sightline.errors import FamilyError, SightlineError
+from sightline.families.checkpoint_files import first_line, hide_pad_warning, read_json
 from sightline.families.device_copy import copy_to_device, move_to_device
 from sightline.families.experts import ExpertRouting, check_auxiliary_loss, group_experts
 from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
@@ -196,6 +198,28 @@ def _add_deepstack_features(
     return hidden.flatten(0, 1).index_add(0, places, features).view(hidden.shape)
 
 
+@contextmanager
+def refuse_errors(path: Path, fix: str, where: str = "") -> Iterator[None]:
+    """Turn an error of transformers' code into a refusal that names the type and the cause."""
+    try:
+        yield
+    except (SightlineError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # code of transformers and of templates may raise anything
+        kind = read_json(path / "config.json").get("model_type")
+        if isinstance(error, ImportError):
+            raise FamilyError(
+                f"{where}the code of transformers for the type {kind!r} needs a package that is "
+                f"not installed: {first_line(error).split('. ')[0]}",
+                "install the package in the environments of the server and of the trainer",
+            ) from error
+        raise FamilyError(
+            f"{where}the code of transformers for the type {kind!r} stopped with "
+            f"{type(error).__name__}: {first_line(error)}",
+            fix,
+        ) from error
+
+
 def load_model(
     auto: Any, path: Path, device: torch.device, dtype: torch.dtype, attention: str
 ) -> Any:
@@ -204,25 +228,27 @@ def load_model(
     On the meta device, parameters have no values. They are read when the model is sharded.
     """
     hide_pad_warning()
+    fix = "copy config.json and all *.safetensors files again from the same checkpoint"
     if device.type == "meta":
         model = _build_empty(auto, path, dtype)
     else:
-        model, loaded = auto.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below
-        )
+        with refuse_errors(path, fix, f"{path}: the weights cannot be loaded: "):
+            model, loaded = auto.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below
+            )
         # transformers gives these parameters random values, which differ between processes.
         reshaped = {name for name, *_ in loaded["mismatched_keys"]}
         if missing := sorted(loaded["missing_keys"] | reshaped):
             raise FamilyError(
                 f"{path}: {len(missing)} parameters have no weights, or weights of a different "
                 f"shape, such as {missing[0]!r}",
-                "copy config.json and all *.safetensors files again from the same checkpoint",
+                fix,
             )
         move_to_device(model, device)
     pin_frequencies(model)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sightline.errors import ConfigError, ResumeRefused, mask_from_now_on
+from sightline.errors import ConfigError, ResumeRefused, format_command, mask_from_now_on
 from sightline.regular_file import open_file, read_text
 from sightline.run import RunDir
 from sightline.run.rights import Rights, derive_rights
@@ -114,7 +114,8 @@ def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
         except OSError as error:
             raise ResumeRefused(
                 f"another launcher is using {run_dir.path}",
-                f"wait for it, or stop it first: `sightline stop {run_dir.path}`",
+                "wait for it, or stop it first: "
+                f"`{format_command('sightline', 'stop', run_dir.path)}`",
             ) from error
         file.truncate(0)
         file.write(f"{os.getpid()} {socket.gethostname()}".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,8 +36,16 @@ class ProcessSpec:
 
     @property
     def command(self) -> list[str]:
-        python = self.python or sys.executable
-        return [*self.host, python, "-m", "sightline", *self.arguments]
+        words = [self.python or sys.executable, "-m", "sightline", *self.arguments]
+        if any(Path(word).name == "ssh" for word in self.host):
+            words = list(map(_quote_remote, words))
+        return [*self.host, *words]
+
+
+def _quote_remote(word: str) -> str:
+    """Quote a word for the shell to which ssh passes it. The shell expands `~/` at its start."""
+    home = "~/" if word.startswith("~/") else ""
+    return home + shlex.quote(word.removeprefix(home))
 
 
 def build_local_spec(

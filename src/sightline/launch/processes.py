@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sightline.config import RunFile
-from sightline.errors import ConfigError, DiskFull, ProcessFailed
+from sightline.errors import ConfigError, DiskFull, ProcessFailed, format_command
 from sightline.launch.claim import read_secret
 from sightline.launch.process_spec import ProcessSpec
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
@@ -103,7 +103,7 @@ class Processes:
 
     @property
     def resume_command(self) -> str:
-        return f"sightline {self.command} --resume {show_path(self.run_dir.path)}"
+        return format_command("sightline", self.command, "--resume", show_path(self.run_dir.path))
 
     def start(self, spec: ProcessSpec) -> None:
         if spec.name in self._running:
@@ -303,7 +303,7 @@ def read_address(server: subprocess.Popen[str], model: Path) -> str:
     if not listening:
         raise ProcessFailed(
             f"{model} cannot be served. The error above says why",
-            f"fix that error. `sightline serve {model}` shows it again",
+            f"fix that error. `{format_command('sightline', 'serve', model)}` shows it again",
         )
     return listening.split()[-1]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from sightline.config import RunFile, load_config
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, format_command
 from sightline.launch import slurm
 from sightline.launch.checks.settings import check_compatible_settings
 from sightline.launch.claim import write_private
@@ -76,8 +76,9 @@ def submit_run(
     job = slurm.submit(script)
     (folder / name).write_text(script)
     print(f"job: {job} ({folder / name})")
-    print(f"follow: tail -F {folder}/slurm-{job}.log; squeue -j {job}")
-    print(f"stop: scancel --signal=TERM --batch {job}")
+    log = format_command("tail", "-F", folder / f"slurm-{job}.log")
+    print(f"follow: {log}; {format_command('squeue', '-j', job)}")
+    print(f"stop: {format_command('scancel', '--signal=TERM', '--batch', job)}")
 
 
 def _build_files(
@@ -105,11 +106,11 @@ def _write_secrets(file: RunFile, output: Path) -> None:
     write_private(output / SECRETS, build_secrets(file))
     print(f"wrote {output / SECRETS}: delete it once the cluster has it")
     space = file.launch.kubernetes and file.launch.kubernetes.namespace
-    name, space = make_name(file.run.name), f" -n {space}" if space else ""
-    print(
-        f"start: kubectl create secret generic {name}-secret --from-env-file={output}/{SECRETS}"
-        f"{space} && kubectl apply -f {output}/sightline.yaml"
-    )
+    secret = f"{make_name(file.run.name)}-secret"
+    create = ["kubectl", "create", "secret", "generic", secret]
+    create += [f"--from-env-file={output / SECRETS}", *(["-n", space] if space else [])]
+    apply = format_command("kubectl", "apply", "-f", output / "sightline.yaml")
+    print(f"start: {format_command(*create)} && {apply}")
 
 
 def run_job(

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from sightline.errors import ResumeRefused
+from sightline.errors import ResumeRefused, format_command
 from sightline.orchestrator.task_order import TaskRecord
 from sightline.regular_file import read_bytes
 from sightline.run import RunDir
@@ -90,7 +90,7 @@ def read_progress(run_dir: RunDir) -> Progress:
     path = run_dir.progress
     fix = (
         "restore it from a backup. Nothing was changed. The last checkpoint is intact: "
-        f"`sightline export {run_dir.path} DIR`"
+        f"`{format_command('sightline', 'export', run_dir.path, 'DIR')}`"
     )
     if not path.exists():
         if trained or checkpoints or batches:
@@ -201,7 +201,8 @@ class RunState:
             path, digest = self.run_dir.batch(later), self.progress.batches.get(str(later), "")
             fix = (
                 "restore it, or a newer checkpoint, from a backup. The checkpoint of step "
-                f"{step} is intact: `sightline export {self.run_dir.path} DIR`"
+                f"{step} is intact: "
+                f"`{format_command('sightline', 'export', self.run_dir.path, 'DIR')}`"
             )
             if not path.is_file():
                 problem = f"{path} is missing, and the trainer's checkpoint is of step {step}"

@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any, BinaryIO, cast
 
 from cachetools import LRUCache
 
-from sightline.bounded_child import build_command, read_frame, write_frame
+from sightline.bounded_child import build_command, build_variables, read_frame, write_frame
 from sightline.errors import FamilyError
 from sightline.regular_file import read_text
 
@@ -40,8 +39,6 @@ MAX_TEMPLATES = 16
 MAX_SOURCE_CHARS = 1 << 20
 MAX_KEPT_CHARS = 1 << 22
 """Characters of renderings that a template keeps."""
-_PASSED_ON = ("LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PATH", "TZ")
-"""Environment variables of a child. Others may hold secrets."""
 _FIX = "use the chat template that was published with the checkpoint"
 
 
@@ -154,14 +151,12 @@ class TemplateChild:
         parent_end, child_end = socket.socketpair()
         parent_end.settimeout(self._deadline_s)
         file = Path(__file__).with_name("template_child.py")
-        variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in sys.path if p)
         with parent_end, child_end:
             self._process = subprocess.Popen(
                 build_command(file, str(self._cpu_s), cpu_s=0, memory_bytes=MEMORY_BYTES),
                 stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
-                env=variables,
+                env=build_variables(),
             )
             self._stream = cast(BinaryIO, parent_end.makefile("rwb"))  # keeps the socket open
 

@@ -15,7 +15,13 @@ from sightline.algo.algorithm import Algorithm
 from sightline.algo.algorithms import load_algorithm, load_sft_algorithm
 from sightline.algo.registry import load_aggregation
 from sightline.compute.feature_cache import FeatureCache
-from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
+from sightline.compute.model import (
+    MODEL_DTYPES,
+    check_weights,
+    limit_gpu_memory,
+    load_model,
+    pick_device,
+)
 from sightline.config import (
     AlgorithmConfig,
     LoraConfig,
@@ -100,10 +106,15 @@ def build_learner(
     dims = ParallelDims.of(ranks, trainer)
     if device.type == "cpu":
         model.check_exact_on_cpu(dims.size)
-    if dims.is_distributed:
-        dims.join(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())
     check_parallel(family, model.path, trainer, model.exact)
+    loads_teacher = algorithm.needs.teacher_logprobs and not algorithm.settings.teacher_server
+    teacher_path = loads_teacher and algorithm.settings.teacher or model.path
+    if dims.is_distributed:
+        if ranks.is_lead:  # the other ranks wait for it in `join`
+            for path in dict.fromkeys((model.path, teacher_path)):
+                check_weights(path, family, str(device), model.dtype)
+        dims.join(ranks, device)
     renderer = load_renderer(model.path, store, family)
     # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)
@@ -130,10 +141,9 @@ def build_learner(
     reference = teacher = None
     if algorithm.needs.reference:
         reference = load_frozen(model.path, features)
-    if algorithm.needs.teacher_logprobs and not algorithm.settings.teacher_server:
-        path = algorithm.settings.teacher or model.path
-        _check_teacher(path, model, family, renderer, store)
-        teacher = load_frozen(path, None)
+    if loads_teacher:
+        _check_teacher(teacher_path, model, family, renderer, store)
+        teacher = load_frozen(teacher_path, None)
     return Learner(
         forward=forward,
         algorithm=algorithm,

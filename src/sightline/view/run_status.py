@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sightline.config.sections import RunConfig
-from sightline.errors import ConfigError, SightlineError
+from sightline.errors import ConfigError, SightlineError, format_command
 from sightline.regular_file import open_file, read_text
 from sightline.run.machine import read_process_stat
 from sightline.run.run_dir import RunDir
@@ -153,7 +153,7 @@ class RunStatus:
 
     @property
     def resume_command(self) -> str:
-        return f"sightline {self.command} --resume {self.run_dir.path}"
+        return format_command("sightline", self.command, "--resume", self.run_dir.path)
 
 
 class RunState(NamedTuple):

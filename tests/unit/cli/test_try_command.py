@@ -141,5 +141,9 @@ def test_new_project_passes_its_test_and_overwrites_no_folder(tmp_path: Path, ca
     )  # fmt: skip
     assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
     assert main(["init", str(tmp_path / "shapes")]) == 2
-    assert main(["init", str(tmp_path / "no name")]) == 2
+    for refused in ("no name", "größe", "x" * 94, "-x"):
+        assert main(["init", "--", str(tmp_path / refused)]) == 2
+        assert not (tmp_path / refused).exists()
+    assert main(["init", str(tmp_path / ("v1.5+" + "x" * 88))]) == 0
+    load_config(SftFile, tmp_path / ("v1.5+" + "x" * 88) / "warmup.toml")
     assert "shapes already exists" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import making
 import msgspec
 import pytest
 import torch
@@ -23,18 +24,20 @@ from transformers.models.paddleocr_vl.processing_paddleocr_vl import PaddleOCRVL
 from sightline import FamilyError, MediaStore
 from sightline.cli.main import main
 from sightline.compute.model import load_model
-from sightline.errors import MediaRefused
+from sightline.errors import MediaRefused, MessageError
 from sightline.families import load_family, load_renderer
 from sightline.families.anyvlm import layout
+from sightline.families.anyvlm.findings import FILE
 from sightline.families.anyvlm.image_tokens import ImageTokens
 from sightline.families.anyvlm.processor import load_processor, process
 from sightline.families.anyvlm.render import draw_history
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.build import build_engine, build_trial
-from sightline.message import Message, user
+from sightline.message import Message, TextPart, user
 from sightline.pixels import Materializer
 from sightline.render import Bridged, Refused
+from sightline.trainer.ranks import RankInfo
 from tests.contract.cases.anyvlm import write_kind
 
 
@@ -102,6 +105,23 @@ def test_two_attentions_per_layer_are_not_decoded_with_a_cache(folder: Path) -> 
     problem = refused.value.problem
     assert problem.startswith(f"{folder}: the weights trial failed: decoded with the KV cache for")
     assert "of the largest logit (1e-04 is allowed)" in problem and "server" not in problem
+
+
+def test_rank_0_runs_the_weights_trial_before_the_ranks_load_their_shards(tmp_path: Path) -> None:
+    """Gemma 3 attends both ways within an image, which these findings do not say."""
+    model = tmp_path / "model"
+    write_kind("gemma3", model)
+    assert load_any(model).packing.kind == "rows"
+    edit(model / FILE, lambda findings: findings.update(rows_reason=""))
+    ranks = RankInfo(0, 2, master_address="not an address:1")  # refused in `join`
+    with pytest.raises(FamilyError, match="the weights trial failed: computed"):
+        making.build_learner(
+            making.model_config(model),
+            making.trainer_config(ranks=2),
+            MediaStore(tmp_path / "media"),
+            steps=1,
+            ranks=ranks,
+        )
 
 
 @pytest.mark.thorough
@@ -198,6 +218,17 @@ def edit_template(path: Path, *edits: tuple[str, str]) -> None:
     for old, new in edits:
         assert old in file.read_text()
         file.write_text(file.read_text().replace(old, new))
+
+
+def test_names_that_the_template_writes_are_refused(folder: Path, tmp_path: Path) -> None:
+    edit_template(
+        folder, ("message['role'] +", "message['role'] + message['name'] | default('') +")
+    )
+    renderer = load_renderer(folder, MediaStore(tmp_path / "media"))
+    message = Message(role="user", content=(TextPart("a"),), name="n")
+    with pytest.raises(MessageError) as caught:
+        renderer.render([message])
+    assert caught.value.path == "messages[0].name"
 
 
 def test_template_that_forgets_old_messages_is_refused(folder: Path) -> None:

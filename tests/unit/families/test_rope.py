@@ -12,13 +12,14 @@ import torch
 
 from sightline.compute.attention import build_attention_pattern
 from sightline.compute.model import load_model
-from sightline.config import RunFile
+from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError, FamilyError
 from sightline.families import load_family
 from sightline.families.registry import load_serving, write_tiny
 from sightline.families.rope import find_position_limit
 from sightline.inference.serve import ServerComponents
 from sightline.inference.server_spec import ServerSpec
+from sightline.launch.checks.model import find_family
 from sightline.media import MediaStore
 from sightline.pack import PackSize, pack
 from sightline.rollout.engines import load_engine
@@ -88,12 +89,23 @@ def test_longer_sequences_are_refused_by_launcher_server_and_trainer(
     assert spec.inference.max_model_len > LENGTH
     with pytest.raises(ConfigError, match=f"exceeds {LENGTH} tokens") as refused:
         ServerComponents.load(spec)
-    assert f"max_model_len to {LENGTH}" in refused.value.fix
+    assert f"max_model_len = {LENGTH} or less" in refused.value.fix
     config = RunFile.model_validate(
         {"model": {"path": str(folder)}, "env": {"name": "color_codeword"}}
     )
     with pytest.raises(ConfigError, match=f"exceeds {LENGTH} tokens"):
         load_engine("torch").check(config, family)
+    if family.shows_media:
+        sft = SftFile.model_validate(
+            {
+                "model": {"path": str(folder)},
+                "env": {"name": "color_codeword"},
+                "sft": {"output_dir": str(folder / "warm")},
+            }
+        )
+        with pytest.raises(ConfigError, match="max_sequence_tokens = 0, but the rotary"):
+            find_family(sft)
+        find_family(sft.with_values("trainer", max_sequence_tokens=LENGTH))
     ServerComponents.load(spec.replace(max_model_len=LENGTH))
     samples = making.samples(folder, store, count=4)
     assert max(len(sample.token_ids) for sample in samples) > LENGTH

@@ -103,3 +103,12 @@ def test_copies_of_killed_processes_are_removed_and_used_ones_kept(tmp_path: Pat
         fcntl.flock(mark, fcntl.LOCK_EX)
         _remove_left_copies(tmp_path)
     assert sorted(tmp_path.iterdir()) == [other, used]
+
+
+def test_folders_that_other_users_may_write_are_not_removed_as_copies(tmp_path: Path) -> None:
+    shared = tmp_path / f"{PREFIX}shared"
+    shared.mkdir()
+    shared.chmod(0o770)
+    (shared / COPIED).touch()
+    _remove_left_copies(tmp_path)
+    assert (shared / COPIED).exists()

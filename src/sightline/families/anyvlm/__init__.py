@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from sightline.bounded_child import build_command
-from sightline.errors import FamilyError
+from sightline.bounded_child import build_command, build_variables
+from sightline.errors import FamilyError, format_command
 from sightline.families.anyvlm.findings import (
     FILE,
     Findings,
@@ -97,20 +97,26 @@ def _probe(path: Path) -> Findings:
 
 def _probe_in_process(path: Path) -> ProbeAnswer:
     """Run the trials in a subprocess, which imports torch and transformers."""
-    command = [sys.executable, "-m", "sightline.families.anyvlm.probe", str(path)]
+    command = format_command(sys.executable, "-m", "sightline.families.anyvlm.probe", path)
     file = Path(__file__).with_name("probe.py")
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     child = build_command(file, str(path), cpu_s=TIMEOUT_S, memory_bytes=memory_bytes)
     try:
-        done = subprocess.run(child, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            child,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            env=build_variables("HF_HOME", "HF_HUB_OFFLINE", "HOME", "OMP_NUM_THREADS", "TMPDIR"),
+        )
     except subprocess.TimeoutExpired as error:
         problem = f"{path}: the trials did not finish within {TIMEOUT_S} s"
-        raise FamilyError(problem, f"run `{' '.join(command)}` to see where it stalls") from error
+        raise FamilyError(problem, f"run `{command}` to see where it stalls") from error
     try:
         return msgspec.json.decode(done.stdout.rpartition("\n\n")[2], type=ProbeAnswer)
     except msgspec.MsgspecError as error:
         problem = f"{path}: the trials crashed: {done.stderr[-2000:]}"
-        raise FamilyError(problem, f"run `{' '.join(command)}` to see the whole output") from error
+        raise FamilyError(problem, f"run `{command}` to see the whole output") from error
 
 
 load_renderer = AnyVLMRenderer.load

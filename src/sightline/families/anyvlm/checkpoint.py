@@ -41,18 +41,17 @@ class Checkpoint:
         except ValueError as error:
             raise FamilyError(first_line(error), UNSUPPORTED) from error
         auto = find_auto_class(config)
-        if type(config) not in auto._model_mapping:
-            version = find_version("transformers")
+        is_text = auto is AutoModelForCausalLM
+        if is_text and type(config) in AutoModelForImageTextToText._model_mapping:
             raise FamilyError(
-                f"transformers {version} has no image-and-text class for {config.model_type!r}",
+                f"transformers lists {config.model_type!r} as an image-and-text type, but its "
+                "config.json has no vision_config, which describes a vision tower",
                 UNSUPPORTED,
             )
-        if (
-            auto is AutoModelForCausalLM
-            and type(config) in AutoModelForImageTextToText._model_mapping
-        ):
+        if type(config) not in auto._model_mapping:
+            version, kind = find_version("transformers"), "text" if is_text else "image-and-text"
             raise FamilyError(
-                "it accepts images, but its config.json has no vision_config", UNSUPPORTED
+                f"transformers {version} has no {kind} class for {config.model_type!r}", UNSUPPORTED
             )
         return config
 

@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from sightline.errors import FamilyError, SightlineError
+from sightline.errors import FamilyError
 from sightline.families.anyvlm.findings import UNSUPPORTED
 from sightline.families.anyvlm.vision import AnyVLMFamily, join_patches
 from sightline.families.anyvlm.weights_trial import WeightsTrial
-from sightline.families.checkpoint_files import first_line, read_json
 from sightline.families.protocol import EngineTrial, Grid
 from sightline.families.transformers_forward import (
     TextForward,
     join_images,
     join_layers,
     load_model,
+    refuse_errors,
 )
 from sightline.media import MediaRef
 
@@ -52,28 +52,6 @@ def find_text(model: Any) -> Any:
     while text is not None and not hasattr(text, "layers"):
         text = getattr(text, "model", None)
     return text
-
-
-@contextmanager
-def refuse_errors(path: Path, where: str = "") -> Iterator[None]:
-    """Turn an error of transformers' code into a refusal that names the type and the cause."""
-    try:
-        yield
-    except (SightlineError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # code of transformers and of templates may raise anything
-        kind = read_json(path / "config.json").get("model_type")
-        if isinstance(error, ImportError):
-            raise FamilyError(
-                f"{where}the code of transformers for the type {kind!r} needs a package that is "
-                f"not installed: {first_line(error).split('. ')[0]}",
-                "install the package in the environments of the server and of the trainer",
-            ) from error
-        raise FamilyError(
-            f"{where}the code of transformers for the type {kind!r} stopped with "
-            f"{type(error).__name__}: {first_line(error)}",
-            UNSUPPORTED,
-        ) from error
 
 
 def find_encoder(model: Any) -> Any:
@@ -223,7 +201,7 @@ class AnyVLMForward(TextForward):
     ) -> None:
         """Raise FamilyError unless the parts compute the same logits as the whole model."""
         path = self.family.path
-        with refuse_errors(path, f"{path}: the weights trial failed: "):
+        with refuse_errors(path, UNSUPPORTED, f"{path}: the weights trial failed: "):
             own_attention = self.use_own_attention
             WeightsTrial(self, self.family, own_attention, build_pattern, engine).run()
 
@@ -241,7 +219,5 @@ def _join_patches(
 def load(
     path: Path, family: AnyVLMFamily, device: torch.device, dtype: torch.dtype, attention: str
 ) -> AnyVLMForward:
-    with refuse_errors(path, f"{path}: the weights cannot be loaded: "):
-        auto = AutoModelForImageTextToText if family.shows_media else AutoModelForCausalLM
-        model = load_model(auto, path, device, dtype, "sdpa")
-    return AnyVLMForward(model, family, attention)
+    auto = AutoModelForImageTextToText if family.shows_media else AutoModelForCausalLM
+    return AnyVLMForward(load_model(auto, path, device, dtype, "sdpa"), family, attention)

@@ -172,7 +172,8 @@ class ImageTokens:
     def find_rule(self, findings: Findings) -> Findings:
         """Return the findings with the first rule that matches the processor, or the first one that
         is wrong only for images with a small side."""
-        differences, limited = [], []
+        differences: dict[str, str] = {}
+        limited = []
         for rule, settings in find_candidates(self.processor):
             expansions = self._learn(rule, settings, findings.pad)
             if not expansions:
@@ -184,15 +185,15 @@ class ImageTokens:
             difference, min_side = self._find_difference(candidate)
             if not difference and min_side == 1:
                 return candidate
-            if difference:
-                differences.append(f"{RULES[rule][1]} ({difference})")
+            if difference:  # a rule may be tried with several settings
+                differences.setdefault(RULES[rule][1], difference)
             else:
                 limited.append(msgspec.structs.replace(candidate, min_side=min_side))
         if limited:
             return limited[0]
         raise FamilyError(
             "no known rule gives the number of tokens that its processor writes for an image. "
-            f"Tried: {'; '.join(differences)}",
+            f"Tried: {'; '.join(f'{rule} ({what})' for rule, what in differences.items())}",
             UNSUPPORTED,
         )
 
@@ -244,13 +245,17 @@ class ImageTokens:
         processed = run(width, height)
         if processed is None or predicted is None:
             both = processed is None and predicted is None
-            return None if both else f"{width}x{height} is refused by one of the two"
+            return None if both else f"an image of {width}x{height} is refused by one of the two"
         arrays, text = processed
         pieces, num_rows = predicted
         has_same_rows = num_rows is None or num_rows == count_rows(arrays)
         if pieces == split_pieces(text, family.findings.pad) and has_same_rows:
             return None
-        return f"{width}x{height} becomes {text.count(family.findings.pad)} tokens"
+        pad, image = family.findings.pad, f"an image of {width}x{height}"
+        num, expected = text.count(pad), sum(n for piece, n in pieces if piece == pad)
+        if num == expected:
+            return f"{image} has the right {num} tokens, but other marks or arrays"
+        return f"{image} becomes {num} tokens instead of {expected}"
 
 
 def _predict(family: AnyVLMFamily, width: int, height: int) -> tuple[Pieces, int | None] | None:

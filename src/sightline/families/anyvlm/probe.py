@@ -35,7 +35,7 @@ from sightline.families.anyvlm.findings import (
     digest_sources,
     find_version,
 )
-from sightline.families.anyvlm.forward import TOKEN_TYPES, find_encoder, find_text, refuse_errors
+from sightline.families.anyvlm.forward import TOKEN_TYPES, find_encoder, find_text
 from sightline.families.anyvlm.image_tokens import count_rows
 from sightline.families.anyvlm.layout import RULES
 from sightline.families.anyvlm.packing_trial import try_packing
@@ -47,6 +47,7 @@ from sightline.families.anyvlm.render import (
 )
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.template_check import find_split, form_calls
+from sightline.families.transformers_forward import refuse_errors
 from sightline.families.vision_family import compute_mrope_positions
 from sightline.media import MediaRef
 from sightline.message import Message, TextPart, assistant, system, user
@@ -174,10 +175,21 @@ def try_arrays(checkpoint: Checkpoint, findings: Findings) -> Findings:
         elif rule == "lines":
             counts = [len(entry) for entry in entries]
         shapes = {entry.shape[1:] for entry in entries}
-        if len(shapes) > 1 or len(fill_values) > 1 or [len(entry) for entry in entries] != counts:
-            examples = sorted(shapes)[:3]
-            problem = f"the shape of {name} depends on the image size in an unsupported way"
-            raise FamilyError(f"{problem}: {examples}", UNSUPPORTED)
+        if len(shapes) > 1:
+            examples = " and ".join(map(str, sorted(shapes)[:2]))
+            problem = f"the shape of an entry of {name} depends on the image size: {examples}"
+            raise FamilyError(problem, UNSUPPORTED)
+        if len(fill_values) > 1:
+            problem = f"its processor pads {name} with different values, and Sightline with one"
+            raise FamilyError(problem, UNSUPPORTED)
+        for (width, height), entry, count in zip(processed, entries, counts, strict=True):
+            if len(entry) != count:
+                raise FamilyError(
+                    f"its processor makes an array {name} of length {len(entry)} for an image of "
+                    f"{width}x{height} pixels, and Sightline needs {count}: one entry for each "
+                    "patch or tile",
+                    UNSUPPORTED,
+                )
         is_ones = name != "pixel_values" and all(bool((e == 1).all()) for e in entries)
         fill = int(fill_values.pop()) if fill_values else None
         dtype = entries[0].dtype.name
@@ -341,7 +353,7 @@ def run_trials(path: Path) -> ProbeAnswer:
     try:
         for name, trial in TRIALS.items():
             try:
-                with refuse_errors(path):
+                with refuse_errors(path, UNSUPPORTED):
                     if checkpoint.shows_media or name in TEXT_TRIALS:
                         findings = trial(checkpoint, findings)
             except SightlineError as error:

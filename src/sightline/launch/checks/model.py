@@ -23,10 +23,12 @@ from sightline.errors import (
     EnvironmentFailed,
     FamilyError,
     find_fix,
+    format_command,
     summarize_traceback,
 )
 from sightline.families import Family, check_parallel, load_family, load_renderer
 from sightline.families.checkpoint_files import read_json, read_shapes, resolve_checkpoint
+from sightline.families.rope import check_length
 from sightline.launch.checks.machine import SPARE_BYTES, read_available_memory
 from sightline.launch.checks.settings import is_elsewhere
 from sightline.media import MediaStore, open_store
@@ -96,6 +98,9 @@ def find_family(config: RunFile | SftFile) -> Family:
             f"[algorithm] teacher = {teacher!r} is no folder with weights",
             'set it to a checkpoint of the same family, or "" for the starting checkpoint',
         )
+    if isinstance(config, SftFile):
+        longest = config.trainer.max_sequence_tokens
+        check_length(family.position_limit, longest, "[trainer] max_sequence_tokens")
     check_token_ids(config.model, family)
     return family
 
@@ -259,6 +264,8 @@ def check_prompts(config: RunFile | SftFile) -> str:
         chats = build_policy_chats(config, [meter.base_url], MediaStore(Path(folder)))
         chats = replace(chats, client=meter, max_model_len=0)
         player = RolloutPlayer(build_environment(config.env), chats, config.rollout.timeout_s)
+        words = ("sightline", "try", config.env.name, "--model", config.model.path)
+        command = format_command(*words)
         try:
             for task in range(NUM_TASKS):
                 trace = (await player.play(build_eval_request(task, "train", 0, 1.0))).trace
@@ -266,8 +273,7 @@ def check_prompts(config: RunFile | SftFile) -> str:
                     raise EnvironmentFailed(
                         f"task {task} of [env] {config.env.name!r} failed before its first "
                         f"answer: {summarize_traceback(trace.error)}",
-                        f"{find_fix(trace.error)}play it: `sightline try {config.env.name} "
-                        f"--model {config.model.path}`",
+                        f"{find_fix(trace.error)}play it: `{command}`",
                     )
                 if trace.limit:  # the renderer refuses long texts before it counts their tokens
                     raise ConfigError(

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sightline.config import RunFile, SftFile
-from sightline.errors import SightlineError
+from sightline.errors import SightlineError, format_command
 from sightline.launch.checks import Finding
 from sightline.launch.checks.machine import SPARE_BYTES
 from sightline.launch.claim import MIN_SECRET_CHARS, check_model_unchanged
@@ -197,7 +197,7 @@ def check_export(status: RunStatus, checkpoints: ResumePoint) -> Iterator[Findin
         problems = [f"the trained model in {folder} is missing"]
     fix = RESTORE
     if step := checkpoints.step:
-        command = f"sightline export {status.run_dir.path} {folder} --force"
+        command = format_command("sightline", "export", status.run_dir.path, folder, "--force")
         fix += f", or write the model of step {step}: `{command}`"
     for problem in problems:
         yield Finding(problem, fix)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from sightline.config import RunFile, SftFile, load_config
-from sightline.errors import SightlineError
+from sightline.errors import SightlineError, format_command
 from sightline.families import Family
 from sightline.launch.checks import Check, Finding, machine, model, run_files, servers, settings
 from sightline.media import MediaStore, open_store
@@ -145,11 +145,11 @@ def examine_run(run_dir: RunDir) -> Diagnosis:
     if launcher is not None and launcher.is_stopped:
         diagnosis.commands.append(f"kill -CONT {launcher.pid}    # continue the launcher")
     elif status.state == RUNNING:
-        diagnosis.commands.append(f"sightline status {run_dir.path}    # it is running")
+        command = format_command("sightline", "status", run_dir.path)
+        diagnosis.commands.append(f"{command}    # it is running")
     elif status.state != FINISHED and not any(problem.blocks for problem in diagnosis.problems):
         diagnosis.commands.append(f"{status.resume_command}    # continue after step {step}")
     if facts.checkpoints.path is not None:
-        diagnosis.commands.append(
-            f"sightline export {run_dir.path} DIR    # the model of step {step}"
-        )
+        command = format_command("sightline", "export", run_dir.path, "DIR")
+        diagnosis.commands.append(f"{command}    # the model of step {step}")
     return diagnosis

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+from sightline.errors import format_command
 from sightline.run.run_dir import RunDir
 from sightline.view.dashboard import queries
 from sightline.view.dashboard.alerts import Alert, find_alerts
@@ -108,7 +109,8 @@ class RunView(RunFiles):
         was_cut = state == STOPPED or (state == FAILED and end is None)
         if was_cut and self.history.last_step and not fix:
             command = "sft" if "sft" in self.settings else "rl"
-            fix = f"resume with `sightline {command} --resume {self.run_dir.path}`"
+            words = ("sightline", command, "--resume", self.run_dir.path)
+            fix = f"resume with `{format_command(*words)}`"
         return {"problem": problem, "cause": _join_ends(problem), "fix": fix}
 
     def alerts(self) -> list[Alert]:
