@@ -27,7 +27,7 @@ from sightline.config import RunFile
 from sightline.errors import WireError
 from sightline.families import load_family
 from sightline.media import MediaRef, open_store
-from sightline.pack import PackSize, pack
+from sightline.pack import PackSize, pack, truncate
 from sightline.regular_file import read_bytes
 from sightline.run.run_dir import RunDir
 from sightline.trace import Node, flatten, read_traces
@@ -190,6 +190,8 @@ def read_packs(
             replace(sample, advantages=Array.of(np.zeros(len(sample.trained)), "float32"))
             for sample in batch.samples
         ]
+        if cut := run_file.trainer.max_sequence_tokens:
+            samples, _ = truncate(samples, cut)
         yield batch, raw, as_sent, pack(samples, batch.step, family, limit)
 
 

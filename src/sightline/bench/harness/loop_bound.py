@@ -8,8 +8,10 @@ Recomputed activations, optimizer, publishing and sampling do not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
+
+import msgspec
 
 from sightline.bench.harness.loop_account import LoopAccount
 from sightline.bench.harness.speed import measure_bandwidth, measure_peak
@@ -48,13 +50,15 @@ def bound_loop(run_dir: RunDir, account: LoopAccount, warmup: int) -> LoopBound 
     if "computed_keys" not in account.engine:
         return None
     file = load_config(RunFile, run_dir.config)  # with the planned micro-batch size
-    packed = [
+    every = [
         micro_batch
-        for batch, _, _, micro_batches in read_packs(run_dir, file)
+        for _, _, _, micro_batches in read_packs(run_dir, file)
         for micro_batch in micro_batches
-        if batch.step > warmup
     ]
+    packed = [micro_batch for micro_batch in every if micro_batch.step > warmup]
     model = measure_model(file.model, file.lora)
+    computed = every if model.trains_tower else drop_repeated_images(every)
+    trained = [micro_batch for micro_batch in computed if micro_batch.step > warmup]
     flops = measure_peak(file.trainer.device, file.model.dtype)
     bandwidth = measure_bandwidth(file.trainer.device)
     prefilled = count_prefill(account.engine, packed)
@@ -62,10 +66,19 @@ def bound_loop(run_dir: RunDir, account: LoopAccount, warmup: int) -> LoopBound 
     return LoopBound(
         flops,
         bandwidth,
-        price_training(model, file.lora).of(sum_work(packed)) / flops,
+        price_training(model, file.lora).of(sum_work(trained)) / flops,
         FORWARD * model.price.of(prefilled) / flops,
         count_decode_bytes(model, account.engine, itemsize) / bandwidth,
     )
+
+
+def drop_repeated_images(packed: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield micro-batches with only new images: a frozen tower's features can be cached."""
+    encoded: set[str] = set()
+    for micro_batch in packed:
+        new = [entry for entry in micro_batch.items if entry.item.key not in encoded]
+        encoded.update(entry.item.key for entry in new)
+        yield msgspec.structs.replace(micro_batch, items=new)
 
 
 def sum_work(packed: Iterable[MicroBatch]) -> MicroBatchWork:
