@@ -14,7 +14,6 @@ import pytest
 from sightline.bench.harness.loop_account import LoopAccount
 from sightline.bench.harness.loop_bound import (
     bound_loop,
-    count_decode_bytes,
     count_prefill,
     price_training,
     sum_work,
@@ -81,7 +80,7 @@ def test_bound_counts_the_steps_after_the_warm_up(
     assert bound.training_s * bound.flops == pytest.approx(trained)
     prefilled = model.price.of(count_prefill(COUNTS, packed)) / 3
     assert bound.prefill_s * bound.flops == pytest.approx(prefilled)
-    decoded = count_decode_bytes(model, COUNTS, itemsize=4)
+    decoded = model.count_decode_bytes(30, 9_000, itemsize=4)
     assert bound.decode_s * bound.bandwidth == pytest.approx(decoded)
     limits = {"bound": asdict(bound), "warmup": 1, "start_s": 1.0, "end_s": 2.0}
     show({**asdict(ACCOUNT), **limits})
@@ -148,7 +147,7 @@ def test_decode_steps_read_the_text_weights_and_the_cached_keys(
     matrices = sum(p.numel() for block in text.layers for p in block.parameters() if p.ndim == 2)
     weights = 4 * (matrices + whole.get_output_embeddings().weight.numel())
     cached = 4 * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
-    assert count_decode_bytes(model, COUNTS, itemsize=4) == 30 * weights + 9_000 * cached
+    assert model.count_decode_bytes(30, 9_000, itemsize=4) == 30 * weights + 9_000 * cached
 
 
 def test_frozen_weights_have_cheaper_training(model: ModelMemory) -> None:

@@ -19,7 +19,6 @@ from sightline.config import LoraConfig, RunFile
 from sightline.config.load import load_config
 from sightline.pack import CostModel, MicroBatchWork
 from sightline.run.run_dir import RunDir
-from sightline.trainer.distribute import OPERATIONS
 from sightline.trainer.model_memory import ModelMemory, measure_model
 from sightline.view.inspect import read_packs
 from sightline.wire.micro_batch import MicroBatch
@@ -63,12 +62,13 @@ def bound_loop(run_dir: RunDir, account: LoopAccount, warmup: int) -> LoopBound 
     bandwidth = measure_bandwidth(file.trainer.device)
     prefilled = count_prefill(account.engine, packed)
     itemsize = 4 if file.model.dtype == "float32" else 2
+    decode_steps, keys = (account.engine.get(f"decode_{name}", 0.0) for name in ("steps", "keys"))
     return LoopBound(
         flops,
         bandwidth,
         price_training(model, file.lora).of(sum_work(trained)) / flops,
         FORWARD * model.price.of(prefilled) / flops,
-        count_decode_bytes(model, account.engine, itemsize) / bandwidth,
+        model.count_decode_bytes(decode_steps, keys, itemsize) / bandwidth,
     )
 
 
@@ -111,11 +111,3 @@ def count_prefill(engine: dict[str, float], packed: Iterable[MicroBatch]) -> Mic
         patches=round(images * sum(sizes)),
         attended_patches=round(images * sum(size * size for size in sizes)),
     )
-
-
-def count_decode_bytes(model: ModelMemory, engine: dict[str, float], itemsize: int) -> float:
-    """Return the bytes that decode steps read: once the weights that compute one token, and the
-    keys and values of each row."""
-    weights = (model.price.token + model.price.trained) / OPERATIONS
-    steps, keys = engine.get("decode_steps", 0.0), engine.get("decode_keys", 0.0)
-    return itemsize * (steps * weights + keys * model.cached)
