@@ -34,8 +34,8 @@ COUNTS = {
 }  # fmt: skip
 ACCOUNT = LoopAccount(
     began=100.0, ended=120.0, wall_s=14.0, step_s=[6.0, 5.0, 9.0], tokens_sampled=130,
-    tokens_computed=1000, tokens_trained=130, compilations=0, seconds={}, engine=COUNTS, in_use_s=None,
-    adopt_s=None,
+    tokens_computed=1000, tokens_trained=130, compilations=0, seconds={}, engine=COUNTS,
+    in_use_s=None, adopt_s=None,
 )  # fmt: skip
 
 
