@@ -91,7 +91,7 @@ class SyntheticRun:
         )
         write_traces(self.run_dir.traces_of(step), traces)
         trained = set(verdicts.get("train", []))
-        scores = _build_scores(step, [trace for trace in traces if trace.id in trained])
+        scores = build_scores(step, [trace for trace in traces if trace.id in trained])
         self.run_dir.scores_of(step).write_bytes(scores.to_bytes())
         self._verdict_totals.update({verdict: len(names) for verdict, names in verdicts.items()})
         _write_events(self.run_dir, step, size, traces, skill, self._verdict_totals)
@@ -223,7 +223,7 @@ def _build_rollout(
     )
 
 
-def _build_scores(step: int, traces: list[Trace]) -> StepScores:
+def build_scores(step: int, traces: list[Trace]) -> StepScores:
     noise = np.random.default_rng(step)
     origins, sampler, advantages = list[TokenOrigin](), list[np.ndarray](), list[float]()
     at = 0

@@ -142,6 +142,7 @@ def show(found: dict[str, Any]) -> None:
         f"without the warm-up: median {statistics.median(counted):.2f}, {min(counted):.2f} to "
         f"{max(counted):.2f}; before the first step {found['start_s']:.1f} s, after the last "
         f"{found['end_s']:.1f} s",
+        f"graphs compiled after the first step: {account.compilations}",
     ]
     if steps := engine.get("decode_steps"):
         lines.append(

@@ -83,11 +83,21 @@ def print_plan(plan: MemoryPlan, on_gpu: bool) -> None:
         f"micro-batches of {size.tokens:,} tokens and up to {size.patches:,} patches"
         f"{speed if on_gpu else ''}"
     )
+    if on_gpu and (step := plan.step):
+        total_s = step.training_s + step.prefill_s + step.decode_s
+        print(
+            f"a step of {step.samples:,} samples of {step.longest:,} tokens: at most about "
+            f"{total_s:.3g} s at this speed: training {step.training_s:.3g} s, prefill "
+            f"{step.prefill_s:.3g} s, decode {step.decode_s:.3g} s"
+        )
 
 
 def _name(same: list[ProcessPlan]) -> str:
-    names = same[0].name if len(same) == 1 else f"{same[0].name} to {same[-1].name}"
-    return f"{names} ({same[0].device})" if len(same) == 1 else names
+    first, last = same[0], same[-1]
+    if first.name != last.name:
+        return f"{first.name} to {last.name}"
+    devices = first.device if first.device == last.device else f"{first.device} to {last.device}"
+    return f"{first.name} ({devices})"
 
 
 def _format(num_bytes: int | None) -> str:

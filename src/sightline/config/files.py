@@ -141,14 +141,20 @@ class RunFile(_TrainingFile):
         """Number of servers that the run starts, including that of `[eval] every`."""
         return len(self.server_names) + bool(self.eval.every)
 
+    @property
+    def server_gpus(self) -> range:
+        """Numbers of the GPUs of each server that the run starts."""
+        first = int(self.inference.device.partition(":")[2] or 0)
+        parts, copies = self.inference.tensor_parallel_size, self.inference.data_parallel_size
+        return range(first, first + parts * copies)
+
     def _has_servers_gpu(self, rank: int) -> bool:
         """Return whether a rank shares a GPU with servers that the run starts."""
         if not self.server_names or self.launch.has_other_machines:
             return False
         if "cpu" in (self.inference.device, self.trainer.device):
             return False
-        server_gpu = self.inference.device.partition(":")[2] or "0"
-        return server_gpu == (self.trainer.device.partition(":")[2] or str(rank))
+        return int(self.trainer.device.partition(":")[2] or rank) in self.server_gpus
 
     def _find_inexact(self) -> dict[str, str]:
         reasons, inference = super()._find_inexact(), self.inference

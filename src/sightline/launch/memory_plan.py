@@ -42,6 +42,8 @@ SCORED_LOGIT = 14
 """Bytes per logit when tokens are only scored."""
 MATRIX_FLOPS = 764e12
 """FLOP/s of one large bfloat16 matrix product on an H200."""
+BANDWIDTH = 4.2e12
+"""Bytes per second of one large copy on an H200."""
 KEPT_SPEED, RECOMPUTED_SPEED = 0.60, 0.50
 """Fractions of `MATRIX_FLOPS` that compiled training steps of a 2.1B model reached."""
 SAVERS: tuple[tuple[str, str, Any], ...] = (
@@ -50,6 +52,16 @@ SAVERS: tuple[tuple[str, str, Any], ...] = (
     ("lora", "rank", 16),
 )  # fmt: skip
 """Settings that save memory. They are added in this order until the run fits."""
+
+
+class StepTime(NamedTuple):
+    """Upper estimate of a step's seconds, if all samples are as long as possible."""
+
+    samples: int
+    longest: int
+    training_s: float
+    prefill_s: float
+    decode_s: float
 
 
 class MicroBatchSize(NamedTuple):
@@ -81,6 +93,8 @@ class MemoryPlan:
     size: MicroBatchSize
     micro_batch_s: float
     """Estimated seconds of a full micro-batch, if the trainer has the device alone."""
+    step: StepTime | None = None
+    """None for supervised training."""
 
     @property
     def fits(self) -> bool:
@@ -117,15 +131,40 @@ def plan_memory(
     if isinstance(file, RunFile):
         names = [*file.server_names, *(["evaluator"] if file.eval.every else [])]
         share = (file.server_memory_share or SERVER_SHARE) if on_gpu else 1.0
-        device = f"cuda:{file.inference.device.partition(':')[2] or 0}" if on_gpu else "cpu"
+        items = plan_server(file, model, int(share * memory), on_gpu)
         for name in names:
-            items = plan_server(file, model, int(share * memory), on_gpu)
-            processes.append(ProcessPlan(name, device, items, int(share * memory)))
+            for gpu in file.server_gpus:
+                device = f"cuda:{gpu}" if on_gpu else "cpu"
+                processes.append(ProcessPlan(name, device, items, int(share * memory)))
     speed = RECOMPUTED_SPEED if trainer.activation_checkpointing else KEPT_SPEED
     price = model.price
     work = price.token * size.tokens + price.trained * size.trained + price.patch * size.patches
     seconds = work / (speed * MATRIX_FLOPS)
-    return MemoryPlan(tuple(processes), int(memory * (1 - contexts)), size, seconds)
+    step = estimate_step(file, model, seconds / size.tokens) if isinstance(file, RunFile) else None
+    return MemoryPlan(tuple(processes), int(memory * (1 - contexts)), size, seconds, step)
+
+
+def estimate_step(file: RunFile, model: ModelMemory, token_s: float) -> StepTime:
+    """Estimate a step from the seconds that training one token takes."""
+    settings, inference, longest = file.orchestrator, file.inference, _get_longest(file)
+    played = settings.groups_per_step * settings.group_size
+    samples = played + settings.replay_groups * settings.group_size
+    engines = max(len(inference.servers or file.server_names), 1) * inference.data_parallel_size
+    gpus = engines * inference.tensor_parallel_size
+    turns = file.rollout.max_turns or inference.max_model_len
+    sampled = min(inference.max_model_len, turns * file.rollout.max_tokens)
+    # The sampled tokens come last, so each attends to everything before it.
+    rounds = math.ceil(played / engines / inference.max_num_seqs)
+    keys = played / engines * sampled * (inference.max_model_len - sampled / 2)
+    itemsize = 4 if file.model.dtype == "float32" else 2
+    decoded = model.count_decode_bytes(rounds * sampled, keys, itemsize)
+    return StepTime(
+        samples,
+        longest,
+        training_s=file.algorithm.epochs * samples * longest * token_s / file.trainer.ranks,
+        prefill_s=played * inference.max_model_len * token_s / 3 / gpus,  # forward only
+        decode_s=decoded / BANDWIDTH / inference.tensor_parallel_size,
+    )
 
 
 def plan_rank(
@@ -208,7 +247,7 @@ def plan_activations(
 
 
 def plan_server(file: RunFile, model: ModelMemory, limit: int, on_gpu: bool) -> dict[str, int]:
-    """Return the memory of a server. Its KV cache grows to the rest of its limit."""
+    """Return a server's memory on each GPU. Its KV cache grows to the rest of its limit."""
     inference, itemsize = file.inference, 4 if file.model.dtype == "float32" else 2
     parts = inference.tensor_parallel_size
     items = {"parameters": itemsize * model.parameters // parts}
@@ -252,8 +291,10 @@ def divide_gpu(file: AnyRun, memory: int) -> AnyRun | None:
 def _find_share(file: RunFile, model: ModelMemory, memory: int) -> float:
     """Return the fraction of a GPU for each server: what the trainer leaves, up to a full cache."""
     plan = plan_memory(file, model, memory)
-    on = next(p.device for p in plan.processes if not p.name.startswith("trainer"))
-    used = sum(p.total for p in plan.processes if p.name.startswith("trainer") and p.device == on)
+    of_trainer = [p for p in plan.processes if p.name.startswith("trainer")]
+    used = max(
+        sum(p.total for p in of_trainer if p.device == f"cuda:{n}") for n in file.server_gpus
+    )
     full = sum(plan_server(file, model, 1 << 60, True).values())
     left = math.floor(100 * (plan.capacity - used) / file.num_servers / memory)
     return max(1, min(left, math.ceil(100 * full / memory))) / 100

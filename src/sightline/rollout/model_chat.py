@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self, TypeVar
@@ -45,7 +46,8 @@ class ModelChat(ABC):
     failures: list[SightlineError] = field(default_factory=list)
     """Endpoint or server failures, shared by all branches. They drop the rollout even if the
     agent or the environment handles them."""
-    num_put: int = 0
+    swap_places: Iterator[int] = field(default_factory=itertools.count)
+    """Counts the swapped images that were handed out, in all branches."""
     writes: list[Future[str]] = field(default_factory=list)
     """Pending writes of images to the store, shared by all branches."""
     substitutes: dict[str, MediaRef] = field(default_factory=dict)
@@ -99,8 +101,7 @@ class ModelChat(ABC):
         return put_images(messages, put)
 
     def _next_swapped_image(self) -> MediaRef:
-        self.num_put += 1
-        return self.swapped_images[(self.num_put - 1) % len(self.swapped_images)]
+        return self.swapped_images[next(self.swap_places) % len(self.swapped_images)]
 
     async def finish_writes(self) -> None:
         """Wait until the store holds every image that was put. Raise if a write failed."""

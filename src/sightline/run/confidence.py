@@ -25,9 +25,15 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
         variance = mean * (1 - mean) / count + spread / (4 * count)
         half = NORMAL_QUANTILE / (1 + spread) * math.sqrt(variance)
         return max(0.0, middle - half), min(1.0, middle + half)
-    if count == 1:
+    return student_t_interval(values)
+
+
+def student_t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return Student's 95% interval for the mean of `values`. One value gives an infinite one."""
+    if len(values) < 2:
         return -math.inf, math.inf
-    half = _student_t_quantile(count - 1) * statistics.stdev(values) / math.sqrt(count)
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    half = _student_t_quantile(len(values) - 1) * spread / math.sqrt(len(values))
     return mean - half, mean + half
 
 

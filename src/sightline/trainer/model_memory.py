@@ -76,6 +76,12 @@ class ModelMemory:
     """Elements of the KV cache per token."""
     price: CostModel
 
+    def count_decode_bytes(self, steps: float, keys: float, itemsize: int) -> float:
+        """Return the bytes that decode steps read: once the weights that compute one token, and
+        the keys and values of each row."""
+        weights = (self.price.token + self.price.trained) / OPERATIONS
+        return itemsize * (steps * weights + keys * self.cached)
+
 
 @lru_cache(maxsize=8)
 def measure_model(model: ModelConfig, lora: LoraConfig) -> ModelMemory:

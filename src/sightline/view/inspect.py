@@ -27,7 +27,7 @@ from sightline.config import RunFile
 from sightline.errors import WireError
 from sightline.families import load_family
 from sightline.media import MediaRef, open_store
-from sightline.pack import PackSize, pack
+from sightline.pack import PackSize, pack, truncate
 from sightline.regular_file import read_bytes
 from sightline.run.run_dir import RunDir
 from sightline.trace import Node, flatten, read_traces
@@ -184,16 +184,18 @@ def read_packs(
     path = path if path.is_dir() else run_dir.checkpoints / "final"
     family = load_family(path, model.exact, **model.overrides())
     limit = PackSize(run_file.trainer.max_micro_batch_tokens, run_file.trainer.micro_batch_patches)
-    for batch, raw, as_sent in _read_batches(run_dir):
+    for batch, raw, as_sent in _read_batches(run_dir, run_file.orchestrator.replay_max_age):
         # The trainer computes the advantages before packing. Their values change no count.
         samples = [
             replace(sample, advantages=Array.of(np.zeros(len(sample.trained)), "float32"))
             for sample in batch.samples
         ]
+        if cut := run_file.trainer.max_sequence_tokens:
+            samples, _ = truncate(samples, cut)
         yield batch, raw, as_sent, pack(samples, batch.step, family, limit)
 
 
-def _read_batches(run_dir: RunDir) -> Iterator[tuple[Batch, bytes, bool]]:
+def _read_batches(run_dir: RunDir, max_age: int) -> Iterator[tuple[Batch, bytes, bool]]:
     """Yield each step's batch, its bytes, and whether exactly these bytes were sent."""
     entries = map(json.loads, read_lines(run_dir.ledger))
     for step, digest in sorted((entry["step"], entry["batch"]) for entry in entries):
@@ -207,7 +209,7 @@ def _read_batches(run_dir: RunDir) -> Iterator[tuple[Batch, bytes, bool]]:
                 )
             yield _decode_batch(raw, file), raw, True
         else:
-            batch = Batch(step, _rebuild_samples(run_dir, step))
+            batch = Batch(step, _rebuild_samples(run_dir, step, max_age))
             yield batch, batch.to_bytes(), False
 
 
@@ -227,19 +229,24 @@ def _zero_advantages(nodes: set[int]) -> Callable[[Node], float | None]:
     return lambda node: 0.0 if node.id in nodes else None
 
 
-def _rebuild_samples(run_dir: RunDir, step: int) -> list[Sample]:
+def _rebuild_samples(run_dir: RunDir, step: int, max_age: int) -> list[Sample]:
+    """Return the samples of a step. Its own file lacks the traces that it trained again."""
     scores = StepScores.from_bytes(read_bytes(run_dir.scores_of(step)))
     trained: dict[str, set[int]] = {}
     for origin in scores.origins:
         trained.setdefault(origin.trace_id, set()).add(origin.node)
     samples: list[Sample] = []
-    for trace in read_traces(run_dir.traces_of(step)):
-        if nodes := trained.pop(trace.id, None):
-            samples += flatten(trace, _zero_advantages(nodes))
+    first = max(step - max_age, 1)
+    for played in range(step, first - 1, -1):
+        if not trained:
+            break
+        for trace in read_traces(run_dir.traces_of(played)):
+            if nodes := trained.pop(trace.id, None):
+                samples += flatten(trace, _zero_advantages(nodes))
     if trained:
         raise WireError(
-            f"step {step} trained on {len(trained)} traces that are not in its file, the first "
-            f"{next(iter(trained))}",
+            f"step {step} trained on {len(trained)} traces that are not in the files of steps "
+            f"{first} to {step}, the first {next(iter(trained))}",
             "the run directory is incomplete. Copy it again",
         )
     return samples

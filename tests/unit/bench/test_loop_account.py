@@ -50,6 +50,7 @@ def write_run(run_dir: RunDir) -> None:
 
     def train(time: float, number: int, wait_s: float) -> None:
         values = TRAINED[number - 1] | {"tokens": 1000.0, "trained_tokens": 50.0}
+        values |= {"compilations": float(4 - number)}
         write(time, "trainer", "train", number, **values, seconds=SECONDS | {"wait": wait_s})
 
     write(100, "orchestrator", "state", phase="training")
@@ -116,6 +117,7 @@ def test_printed_account_includes_the_remainder(
     output = capsys.readouterr().out
     assert output.count(OTHER) == 2  # of trainer and server; the device has none
     assert "seconds a step, the warm-up first: 6.00 5.00 9.00" in output
+    assert "graphs compiled after the first step: 3\n" in output
     assert "a decoding step: 100.00 ms, 4.0 rows, 90 keys" in output
     assert "36 sampled" in output and "median 7.00, 5.00 to 9.00" in output
     assert json.loads(json.dumps(asdict(account)))["wall_s"] == 14

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import making
+import msgspec
 import pytest
 
 from sightline.bench.harness.loop_account import LoopAccount
 from sightline.bench.harness.loop_bound import (
     bound_loop,
-    count_decode_bytes,
     count_prefill,
     price_training,
     sum_work,
@@ -21,7 +22,7 @@ from sightline.bench.loop import show
 from sightline.config import LoraConfig, ModelConfig, RunFile, dump_toml
 from sightline.families import load_family
 from sightline.media import MediaStore
-from sightline.pack import CostModel, MicroBatchWork, PackSize, pack
+from sightline.pack import CostModel, MicroBatchWork, PackSize, pack, truncate
 from sightline.run import RunDir
 from sightline.trainer.model_memory import ModelMemory, measure_model
 from sightline.wire.sample import Batch, digest_batch
@@ -33,8 +34,8 @@ COUNTS = {
 }  # fmt: skip
 ACCOUNT = LoopAccount(
     began=100.0, ended=120.0, wall_s=14.0, step_s=[6.0, 5.0, 9.0], tokens_sampled=130,
-    tokens_computed=1000, tokens_trained=130, seconds={}, engine=COUNTS, in_use_s=None,
-    adopt_s=None,
+    tokens_computed=1000, tokens_trained=130, compilations=0, seconds={}, engine=COUNTS,
+    in_use_s=None, adopt_s=None,
 )  # fmt: skip
 
 
@@ -79,12 +80,46 @@ def test_bound_counts_the_steps_after_the_warm_up(
     assert bound.training_s * bound.flops == pytest.approx(trained)
     prefilled = model.price.of(count_prefill(COUNTS, packed)) / 3
     assert bound.prefill_s * bound.flops == pytest.approx(prefilled)
-    decoded = count_decode_bytes(model, COUNTS, itemsize=4)
+    decoded = model.count_decode_bytes(30, 9_000, itemsize=4)
     assert bound.decode_s * bound.bandwidth == pytest.approx(decoded)
     limits = {"bound": asdict(bound), "warmup": 1, "start_s": 1.0, "end_s": 2.0}
     show({**asdict(ACCOUNT), **limits})
     share = f"{(bound.training_s + bound.prefill_s + bound.decode_s) / 14:.1%} of the time"
     assert share in capsys.readouterr().out
+
+
+def test_bound_does_not_exceed_the_work_of_a_frozen_tower_and_of_cut_samples(
+    run_dir: RunDir, tiny_model: Path
+) -> None:
+    values = tomllib.loads(run_dir.config.read_text())
+    values["model"]["train_vision"] = False
+    values["trainer"]["max_sequence_tokens"] = 60
+    run_dir.config.write_text(dump_toml(file := RunFile.model_validate(values)))
+    raw = run_dir.batch(1).read_bytes()  # step 3 shows the images of step 1 again
+    again = msgspec.structs.replace(Batch.from_bytes(raw), step=3).to_bytes()
+    run_dir.batch(3).write_bytes(again)
+    lines = [json.loads(line) for line in run_dir.ledger.read_text().splitlines()]
+    lines[2]["batch"] = digest_batch(again)
+    run_dir.ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bound = bound_loop(run_dir, ACCOUNT, warmup=1)
+    packed = {
+        batch.step: pack(
+            truncate(batch.samples, 60)[0],
+            batch.step,
+            load_family(tiny_model),
+            PackSize(200, 1 << 20),
+        )
+        for batch in (Batch.from_bytes(run_dir.batch(step).read_bytes()) for step in (2, 3))
+    }
+    entries = [entry.item for micro_batch in packed[2] for entry in micro_batch.items]
+    sizes = [item.num_patches for item in {item.key: item for item in entries}.values()]
+    work = replace(
+        sum_work([*packed[2], *packed[3]]),
+        patches=sum(sizes), attended_patches=sum(size * size for size in sizes),
+    )  # fmt: skip
+    price = price_training(measure_model(file.model, file.lora), file.lora)
+    assert bound is not None and sizes
+    assert bound.training_s * bound.flops == pytest.approx(price.of(work))
 
 
 def test_prefill_has_the_tokens_and_images_outside_of_decode_steps(
@@ -112,7 +147,7 @@ def test_decode_steps_read_the_text_weights_and_the_cached_keys(
     matrices = sum(p.numel() for block in text.layers for p in block.parameters() if p.ndim == 2)
     weights = 4 * (matrices + whole.get_output_embeddings().weight.numel())
     cached = 4 * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
-    assert count_decode_bytes(model, COUNTS, itemsize=4) == 30 * weights + 9_000 * cached
+    assert model.count_decode_bytes(30, 9_000, itemsize=4) == 30 * weights + 9_000 * cached
 
 
 def test_frozen_weights_have_cheaper_training(model: ModelMemory) -> None:

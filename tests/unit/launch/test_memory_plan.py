@@ -274,7 +274,8 @@ def test_a_run_that_does_not_fit_gets_settings_with_which_it_does(
     fix = printed.partition("does not fit: append ")[2].split()
     assert fix[0] == "trainer.activation_checkpointing=true"
     assert main([*words, *fix]) == 0
-    assert "published copy" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "published copy" in printed and "a step of 128 samples of 2,048 tokens: at" in printed
 
 
 def test_ranks_that_divide_the_tokens_hold_their_part(folders: dict[str, Path]) -> None:
@@ -284,6 +285,43 @@ def test_ranks_that_divide_the_tokens_hold_their_part(folders: dict[str, Path]) 
         return plan_rank(file, memory_plan.measure(file), size, 0, on_gpu=True)
 
     assert plan(4, 65536) == plan(1, 16384)
+
+
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "data_parallel_size"])
+def test_a_server_on_several_gpus_is_planned_on_each(size: str, folders: dict[str, Path]) -> None:
+    vllm = {"engine": "vllm", size: 2}
+    file = build_file(folders["2b"], {"device": "cuda:1"}, inference=vllm)
+    assert file.shares_gpu and file.server_gpus == range(2)
+    file = file.with_values("inference", gpu_memory_utilization=0.3)
+    model = memory_plan.measure(file)
+    processes = plan_memory(file, model, H200).processes
+    assert [(process.name, process.device) for process in processes] == [
+        ("trainer", "cuda:1"), ("server", "cuda:0"), ("server", "cuda:1"),
+    ]  # fmt: skip
+    parts = 2 if size == "tensor_parallel_size" else 1
+    assert processes[1].items["parameters"] == 2 * model.parameters // parts
+    assert processes[0].limit == int(H200 * file.get_trainer_memory_share(0)) < H200 * 0.7
+    far = build_file(folders["2b"], {"device": "cuda:2"}, inference=vllm)
+    assert not far.shares_gpu
+
+
+def test_a_step_takes_at_most_the_time_of_the_longest_samples(folders: dict[str, Path]) -> None:
+    batch = {"groups_per_step": 8, "group_size": 8, "replay_groups": 2}
+    file = build_file(
+        folders["2b"], {"micro_batch_tokens": 4096}, orchestrator=batch,
+        rollout={"max_turns": 4, "max_tokens": 100}, inference={"max_model_len": 1024},
+    )  # fmt: skip
+    model = memory_plan.measure(file)
+    plan = plan_memory(file, model, H200)
+    step = plan.step
+    assert step is not None and (step.samples, step.longest) == (80, 1024)
+    assert step.training_s == pytest.approx(80 * 1024 / 4096 * plan.micro_batch_s)
+    assert step.prefill_s == pytest.approx(64 * 1024 / 4096 * plan.micro_batch_s / 3)
+    # 400 decode steps of 64 rows, whose first token attends to 624 tokens and whose last to 1024.
+    decoded = model.count_decode_bytes(400, 64 * 400 * 824, 2)
+    assert step.decode_s == pytest.approx(decoded / 4.2e12)
+    halved = plan_memory(file.with_values("trainer", ranks=2), model, H200).step
+    assert halved is not None and halved.training_s == pytest.approx(step.training_s / 2)
 
 
 # --- the examples
@@ -307,6 +345,7 @@ def test_every_example_can_be_planned(
     assert main(["plan", str(path), f"model.path={stand_in}", "--gpu-gb", "141"]) == 0
     printed = capsys.readouterr().out
     assert "parameters" in printed and "micro-batches of" in printed
+    assert ("a step of" in printed) == ("[env" in path.read_text())
 
 
 def test_the_state_of_ranks_is_divided(folders: dict[str, Path]) -> None:

@@ -540,4 +540,20 @@ def test_swapped_images_replace_the_agents_images(tiny_model: Path, store: Media
     assert refs == [donors[0], donors[1], donors[0]] and trace.forks == {}
 
 
+def test_branches_share_the_order_of_the_swapped_images(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    donors = tuple(store.put(picture(900 + i, 64, 32)) for i in range(3))
+
+    async def rollout(chat: Chat) -> float:
+        side = chat.branch()
+        refs = [branch.put(picture(i)) for i, branch in enumerate((chat, side, chat.branch()))]
+        assert refs == list(donors) and chat.put(picture(3)) == donors[0]
+        await side.send([user(refs[1])])
+        return 1.0
+
+    trace = play(tiny_model, store, rollout, exchanged=donors)
+    assert not trace.error, trace.error
+
+
 # --- with other features

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic_run import SyntheticSize, write_synthetic_run
+from synthetic_run import SyntheticSize, build_scores, write_synthetic_run
 
 from sightline.algo.mismatch import DIMENSIONS
 from sightline.run import RunDir
@@ -189,6 +189,27 @@ def test_mismatch_matches_the_token_scores(run_dir: RunDir) -> None:
         assert measured[key]["kl"] == pytest.approx(np.mean(values), rel=1e-9)
         assert measured[key]["worst"] == pytest.approx(max(values), rel=1e-9)
     assert mismatch["worst"][0]["kl"] == pytest.approx(max(kls), rel=1e-9)
+
+
+def test_step_that_trains_earlier_rollouts_again_is_measured(run_dir: RunDir) -> None:
+    earlier = [trace for trace in read_traces(run_dir.traces_of(1)) if trace.reward is not None][:3]
+    own = [trace for trace in read_traces(run_dir.traces_of(3)) if trace.reward is not None]
+    run_dir.scores_of(3).write_bytes(build_scores(3, [*own, *earlier]).to_bytes())
+    index = RolloutIndex(run_dir)
+    while index.refresh(max_files=1):  # the newest first: step 3 waits for step 1
+        pass
+    with index.connect_readonly() as connection:
+        scored = connection.execute("SELECT step, problem FROM scored").fetchall()
+        mismatch = queries.sum_mismatch(connection, 3, 3, fresh=False)
+    assert {row["step"]: row["problem"] for row in scored} == dict.fromkeys(range(1, 5), "")
+    num_tokens = sum(node.num_sampled for trace in [*own, *earlier] for node in trace.turns)
+    assert sum(cell["tokens"] for cell in mismatch["dimensions"]["turn"]) == num_tokens
+    # A rollout keeps the scores of the step that trained it first.
+    first = StepScores.from_bytes(run_dir.scores_of(1).read_bytes())
+    of_trace = [o for o in first.origins if o.trace_id == earlier[0].id]
+    advantages = [first.advantages.numpy()[o.start : o.stop].mean() for o in of_trace]
+    row = next(r for r in page(index, step_to=1)["rows"] if r["trace_id"] == earlier[0].id)
+    assert row["kl"] != 0 and row["advantage"] == pytest.approx(np.mean(advantages))
 
 
 def test_page_is_notified_of_run_end_and_log_growth(run_dir: RunDir) -> None:

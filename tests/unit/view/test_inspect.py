@@ -9,13 +9,16 @@ import msgspec
 import numpy as np
 import pytest
 from making import samples
+from synthetic_run import SyntheticSize, build_scores, write_synthetic_run
 
 from sightline.cli.main import main
 from sightline.config import RunFile, dump_toml
+from sightline.config.load import load_config
 from sightline.errors import WireError
 from sightline.media import MediaStore
 from sightline.run import RunDir
-from sightline.view.inspect import find_eager_tensors, inspect_run
+from sightline.trace import read_traces
+from sightline.view.inspect import find_eager_tensors, inspect_run, read_packs
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, digest_batch
 
@@ -87,4 +90,23 @@ def test_modified_batch_is_refused(run_dir: RunDir) -> None:
     batch = Batch.from_bytes(run_dir.batch(1).read_bytes())
     run_dir.batch(1).write_bytes(Batch(1, batch.samples[:-1]).to_bytes())
     with pytest.raises(WireError, match="step 1"):
+        inspect_run(run_dir)
+
+
+def test_removed_batch_is_rebuilt_with_the_traces_that_it_trained_again(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    run_dir = write_synthetic_run(tmp_path / "run", SyntheticSize(3, 4, 2, 2, 2))
+    values = {"model": {"path": str(tiny_model)}, "env": {"name": "color_codeword"}}
+    values["orchestrator"] = {"replay_groups": 1, "replay_max_age": 2}
+    run_dir.config.write_text(dump_toml(RunFile.model_validate(values)))
+    earlier = [trace for trace in read_traces(run_dir.traces_of(1)) if trace.reward is not None]
+    own = [trace for trace in read_traces(run_dir.traces_of(3)) if trace.reward is not None]
+    run_dir.scores_of(3).write_bytes(build_scores(3, [*own, *earlier]).to_bytes())
+    run_dir.ledger.write_text('{"step": 3, "batch": "removed"}\n')
+    (batch,) = (batch for batch, *_ in read_packs(run_dir, load_config(RunFile, run_dir.config)))
+    assert {sample.trace_id for sample in batch.samples} == {t.id for t in [*own, *earlier]}
+    values["orchestrator"] = {"replay_groups": 1, "replay_max_age": 1}
+    run_dir.config.write_text(dump_toml(RunFile.model_validate(values)))
+    with pytest.raises(WireError, match="files of steps 2 to 3"):
         inspect_run(run_dir)

@@ -74,7 +74,7 @@ def test_old_and_new_runs_compare_by_the_same_names(old_run: RunDir, tmp_path: P
     new.make()
     stored = config.load_config(config.RunFile, old_run.config)
     new.config.write_text(config.dump_toml(stored))
-    differing = {row.label for row in compare_runs(old_run, new).settings}
+    differing = {row.label for row in compare_runs([old_run], [new]).settings}
     assert not {label for label in differing if label in {*RENAMED, *RENAMED.values()}}
 
 

@@ -48,6 +48,8 @@ class LoopAccount:
     tokens_computed: float
     """Tokens that the trainer computed, context included."""
     tokens_trained: float
+    compilations: int
+    """Graphs that the trainer compiled after the first step."""
     seconds: dict[str, Seconds]
     """Seconds by process and activity, including waiting."""
     engine: dict[str, float]
@@ -88,6 +90,7 @@ def account_loop(run_dir: RunDir, steps: int, warmup: int) -> LoopAccount:
         tokens_sampled=sum(e.values["tokens_sampled"] for e in stepped[warmup:]),
         tokens_computed=sum(e.values["tokens"] for e in trained[warmup:]),
         tokens_trained=sum(e.values["trained_tokens"] for e in trained[warmup:]),
+        compilations=sum(int(e.values.get("compilations") or 0) for e in trained[1:]),
         seconds={
             name: {**parts, OTHER: wall_s - sum(parts.values())} for name, parts in seconds.items()
         },

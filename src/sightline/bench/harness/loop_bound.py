@@ -8,8 +8,10 @@ Recomputed activations, optimizer, publishing and sampling do not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
+
+import msgspec
 
 from sightline.bench.harness.loop_account import LoopAccount
 from sightline.bench.harness.speed import measure_bandwidth, measure_peak
@@ -17,7 +19,6 @@ from sightline.config import LoraConfig, RunFile
 from sightline.config.load import load_config
 from sightline.pack import CostModel, MicroBatchWork
 from sightline.run.run_dir import RunDir
-from sightline.trainer.distribute import OPERATIONS
 from sightline.trainer.model_memory import ModelMemory, measure_model
 from sightline.view.inspect import read_packs
 from sightline.wire.micro_batch import MicroBatch
@@ -48,24 +49,36 @@ def bound_loop(run_dir: RunDir, account: LoopAccount, warmup: int) -> LoopBound 
     if "computed_keys" not in account.engine:
         return None
     file = load_config(RunFile, run_dir.config)  # with the planned micro-batch size
-    packed = [
+    every = [
         micro_batch
-        for batch, _, _, micro_batches in read_packs(run_dir, file)
+        for _, _, _, micro_batches in read_packs(run_dir, file)
         for micro_batch in micro_batches
-        if batch.step > warmup
     ]
+    packed = [micro_batch for micro_batch in every if micro_batch.step > warmup]
     model = measure_model(file.model, file.lora)
+    computed = every if model.trains_tower else drop_repeated_images(every)
+    trained = [micro_batch for micro_batch in computed if micro_batch.step > warmup]
     flops = measure_peak(file.trainer.device, file.model.dtype)
     bandwidth = measure_bandwidth(file.trainer.device)
     prefilled = count_prefill(account.engine, packed)
     itemsize = 4 if file.model.dtype == "float32" else 2
+    decode_steps, keys = (account.engine.get(f"decode_{name}", 0.0) for name in ("steps", "keys"))
     return LoopBound(
         flops,
         bandwidth,
-        price_training(model, file.lora).of(sum_work(packed)) / flops,
+        price_training(model, file.lora).of(sum_work(trained)) / flops,
         FORWARD * model.price.of(prefilled) / flops,
-        count_decode_bytes(model, account.engine, itemsize) / bandwidth,
+        model.count_decode_bytes(decode_steps, keys, itemsize) / bandwidth,
     )
+
+
+def drop_repeated_images(packed: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield micro-batches with only new images: a frozen tower's features can be cached."""
+    encoded: set[str] = set()
+    for micro_batch in packed:
+        new = [entry for entry in micro_batch.items if entry.item.key not in encoded]
+        encoded.update(entry.item.key for entry in new)
+        yield msgspec.structs.replace(micro_batch, items=new)
 
 
 def sum_work(packed: Iterable[MicroBatch]) -> MicroBatchWork:
@@ -98,11 +111,3 @@ def count_prefill(engine: dict[str, float], packed: Iterable[MicroBatch]) -> Mic
         patches=round(images * sum(sizes)),
         attended_patches=round(images * sum(size * size for size in sizes)),
     )
-
-
-def count_decode_bytes(model: ModelMemory, engine: dict[str, float], itemsize: int) -> float:
-    """Return the bytes that decode steps read: once the weights that compute one token, and the
-    keys and values of each row."""
-    weights = (model.price.token + model.price.trained) / OPERATIONS
-    steps, keys = engine.get("decode_steps", 0.0), engine.get("decode_keys", 0.0)
-    return itemsize * (steps * weights + keys * model.cached)

@@ -10,11 +10,12 @@ transaction per file. Several processes may refresh an index. It can be removed 
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -33,7 +34,7 @@ from sightline.view.fenced_run_dir import list_files
 from sightline.wire.micro_batch import StepScores
 
 T = TypeVar("T")
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Version of `schema.sql`. Older indexes are rebuilt."""
 BUSY_TIMEOUT_S = 30.0
 UNSTORABLE = (OverflowError, sqlite3.IntegrityError)
@@ -133,9 +134,10 @@ class RolloutIndex:
             steps = {trace_files.find_step(name) for name, _ in chosen}
             # The run writes a step's verdicts before its traces.
             verdicts = trace_files.read_verdicts(self._run_dir, steps) if chosen else {}
+            self.files_left = len(stale)
             for name, stat in chosen:
                 self._index_file(name, stat, verdicts.get(trace_files.find_step(name), {}))
-            self.files_left = len(stale) - len(chosen)
+                self.files_left -= 1
             for name in removed:
                 with self._transaction() as connection:
                     _remove_file(connection, name)
@@ -205,21 +207,27 @@ class RolloutIndex:
             # The stamp covers both files, so that a replayed step is measured again.
             stamp = _format_stamp(stat, files[name]["size"], files[name]["mtime_ns"])
             if known.get(step) != stamp:
-                traces = self._traces(name)
                 with self._transaction() as connection:
-                    self._measure(connection, name, stamp, traces)
-                changed = True
+                    changed |= self._measure(connection, name, stamp, {})
         return changed
 
     def _measure(
         self, connection: sqlite3.Connection, name: str, stamp: str, traces: IndexedTraces
-    ) -> None:
+    ) -> bool:
+        """Measure a step. Return False if this must wait for files that are not indexed yet.
+
+        `traces` are those in memory. The others are read: the step may have trained earlier ones.
+        """
         problem = ""
         step = trace_files.find_step(name)
         assert step is not None
         measured = StepMismatch()
         try:
             scores = StepScores.from_bytes(read_bytes(self._run_dir.inside(f"scores/{name}")))
+            missing = {origin.trace_id for origin in scores.origins} - traces.keys()
+            traces = traces | self._read_traces(connection, step, missing)
+            if self.files_left and missing - traces.keys():
+                return False
             measured = measure_mismatch(scores, step, traces)
         except (
             SightlineError, msgspec.MsgspecError, OSError, LookupError, ValueError, OverflowError,
@@ -235,15 +243,25 @@ class RolloutIndex:
             connection.execute("ROLLBACK TO measured")
             problem = str(error)
         connection.execute("INSERT INTO scored VALUES (?, ?, ?)", (step, stamp, problem))
+        return True
 
-    def _traces(self, name: str) -> IndexedTraces:
-        with self.connect_readonly() as connection:
-            rows = connection.execute("SELECT id, number FROM rollouts WHERE file = ?", (name,))
-            ids = {row["number"]: row["id"] for row in rows}
+    def _read_traces(
+        self, connection: sqlite3.Connection, step: int, ids: Collection[str]
+    ) -> IndexedTraces:
+        """Return the newest indexed traces with these ids that were played up to `step`."""
+        rows = connection.execute(
+            "SELECT id, trace_id, file, start, size, max(step) FROM rollouts WHERE step <= ?"
+            " AND trace_id IN (SELECT value FROM json_each(?)) GROUP BY trace_id",
+            (step, json.dumps(list(ids))),
+        )
         return {
-            record.trace.id: (ids[record.number], record.trace)
-            for record in read_records(self._run_dir.traces / name)
-            if isinstance(record, TraceRecord) and record.number in ids
+            row["trace_id"]: (
+                row["id"],
+                trace_files.read_trace(
+                    self._run_dir.traces / row["file"], row["start"], row["size"]
+                ),
+            )
+            for row in rows
         }
 
 
@@ -322,6 +340,6 @@ def _add_mismatch(connection: sqlite3.Connection, step: int, measured: StepMisma
     )
     connection.executemany(
         "UPDATE rollouts SET kl = ?, worst_ratio = ?, advantage = ?,"
-        " verdict = CASE verdict WHEN '' THEN 'train' ELSE verdict END WHERE id = ?",
-        [(*numbers, rollout) for rollout, numbers in measured.by_rollout.items()],
+        " verdict = CASE verdict WHEN '' THEN 'train' ELSE verdict END WHERE id = ? AND step = ?",
+        [(*numbers, rollout, step) for rollout, numbers in measured.by_rollout.items()],
     )

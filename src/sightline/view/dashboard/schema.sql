@@ -35,6 +35,7 @@ CREATE TABLE rollouts (
     worst_ratio REAL
 );
 CREATE UNIQUE INDEX rollouts_place ON rollouts (file, number);
+CREATE INDEX rollouts_trace ON rollouts (trace_id, step);
 CREATE INDEX rollouts_step ON rollouts (step, id);
 CREATE INDEX rollouts_verdict ON rollouts (verdict, step);
 CREATE INDEX rollouts_reward ON rollouts (reward, id);
