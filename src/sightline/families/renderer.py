@@ -23,10 +23,10 @@ from sightline.errors import MediaRefused, MessageError, PromptTooLong
 from sightline.families.format_description import FormatDescription
 from sightline.families.protocol import Family, ShownStep
 from sightline.families.turn_parsing import encode_tool
-from sightline.media import MediaRef
 from sightline.media.video import share_decode_time
 from sightline.message import (
     AssistantMessage,
+    CheckedResolver,
     ImagePart,
     ImageResolver,
     Message,
@@ -224,7 +224,8 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
     ) -> Message:
         role = message.get("role") if isinstance(message, dict) else None
         role = "system" if role == "developer" else str(role)
-        read = to_message(message, _RoleResolver(resolver, self, role), path)
+        checked = CheckedResolver(resolver, lambda kind, where: self.check_kind(kind, role, where))
+        read = to_message(message, checked, path)
         for i, part in enumerate(read.content):
             if not isinstance(part, TextPart):
                 self._check_media(part, read.role, f"{path}.content[{i}]")
@@ -331,19 +332,6 @@ class MessageRenderer(FormatDescription, Renderer, ABC):
     ) -> bool:
         """Return whether the chat template would change these ids if `new` followed them."""
         return False
-
-
-@dataclass(frozen=True, slots=True)
-class _RoleResolver:
-    """Resolves the URLs of a message of `role`, except of media that cannot be shown in it."""
-
-    resolver: ImageResolver
-    renderer: MessageRenderer
-    role: str
-
-    def resolve(self, url: str, path: str, takes_video: bool) -> MediaRef:
-        self.renderer.check_kind(takes_video, self.role, path)
-        return self.resolver.resolve(url, path, takes_video)
 
 
 class BaseRenderer(MessageRenderer):

@@ -5,6 +5,7 @@ Unknown keys and types are refused with their JSON path."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sightline.errors import MessageError
@@ -37,6 +38,18 @@ class ImageResolver(Protocol):
 
     def resolve(self, url: str, path: str, takes_video: bool) -> MediaRef:
         """Return the ref of an image, or also of a video if `takes_video`. Errors name `path`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedResolver:
+    """Calls `check` with whether a part is a video, and its path, before its URL is resolved."""
+
+    resolver: ImageResolver
+    check: Callable[[bool, str], None]
+
+    def resolve(self, url: str, path: str, takes_video: bool) -> MediaRef:
+        self.check(takes_video, path)
+        return self.resolver.resolve(url, path, takes_video)
 
 
 def check_message_list(messages: object, path: str) -> None:
