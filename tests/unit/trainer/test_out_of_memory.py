@@ -170,10 +170,12 @@ def test_recurrent_states_and_texts_are_split(kind: str, tmp_path: Path, store: 
     assert_equal_steps((learner, result), (plain, wanted))
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_activations_of_the_failed_pass_are_free_before_the_next(
-    tiny_model: Path, store: MediaStore
+    tiny_model: Path, store: MediaStore, name: str
 ) -> None:
-    learner, ready, _ = build(tiny_model, store, making.samples(tiny_model, store, 6))
+    samples = making.samples(tiny_model, store, 6)
+    learner, ready, _ = build(tiny_model, store, samples, name=name)
     limit = MemoryLimit(learner, largest(ready) - 1, in_backward=False)
     alive: list[int] = []
     block = list(learner.forward.blocks())[0]
