@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -204,20 +205,25 @@ HostScores = tuple[list[TokenOrigin], dict[str, np.ndarray | None]]
 """The origins of a micro-batch and its scores by field of `RolloutBatch`, as sent to rank 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class PriorScores:
+class PriorScores(NamedTuple):
     """Scores per trained token of a micro-batch, from the weights before the first update."""
 
     logprobs: Float[Tensor, " tokens"]
     values: Float[Tensor, " tokens"] | None = None
     teacher_logprobs: Float[Tensor, " tokens"] | None = None
 
-    def select(self, tokens: Bool[np.ndarray, " trained"]) -> PriorScores:
-        places = torch.from_numpy(np.flatnonzero(tokens)).to(self.logprobs.device)
-        others = (self.values, self.teacher_logprobs)
-        return PriorScores(
-            self.logprobs[places], *(None if x is None else x[places] for x in others)
+    def take(self, places: Int[np.ndarray, " taken"]) -> PriorScores:
+        at = torch.from_numpy(places).to(self.logprobs.device)
+        return PriorScores(self.logprobs[at], *(None if x is None else x[at] for x in self[1:]))
+
+    @staticmethod
+    def join(parts: Sequence[tuple[PriorScores, Bool[np.ndarray, " trained"]]]) -> PriorScores:
+        """Join the parts of a micro-batch. Each has a mask of the trained tokens that it holds."""
+        logprobs, *others = zip(*(scores for scores, _ in parts), strict=True)
+        joined = PriorScores(
+            torch.cat(logprobs), *(None if x[0] is None else torch.cat(x) for x in others)
         )
+        return joined.take(np.argsort(np.concatenate([np.flatnonzero(held) for _, held in parts])))
 
 
 def to_host(scores: PriorScores) -> dict[str, np.ndarray | None]:

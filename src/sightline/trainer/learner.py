@@ -68,6 +68,8 @@ class Learner(LossComputer):
     watchdog: StallWatchdog = field(default_factory=StallWatchdog)
     diagnostics_every: int = 0
     """Steps between probes of whether the model uses its images; 0 for never."""
+    num_splits: int = 0
+    """Number of passes so far that an out-of-memory error split in two."""
     replayed: range = range(0)
     """Steps whose batches may come from a version that a replay computed with different bits."""
     timer: StepTimer = field(init=False)
@@ -87,7 +89,7 @@ class Learner(LossComputer):
         With one epoch and one minibatch, the host waits for the device once, at the end. It waits
         for other ranks in the collectives of a sharded model, and for their sums and scores.
         """
-        began = time.monotonic()
+        began, num_splits = time.monotonic(), self.num_splits
         metric_sums = MetricSums((*SUM_NAMES, "grad_norm"))
         compiled = count_compiled_graphs() if self.config.compile_backend else 0
         self.timer = StepTimer(self.device)
@@ -106,6 +108,7 @@ class Learner(LossComputer):
                 metric_sums.add("grad_norm", self.update(ready.step))
                 self.timer.end("optimizer")
                 num_updates += 1
+        metric_sums.count("oom_splits", self.num_splits - num_splits)
         sums, logprobs_of = metric_sums.read(), copy_to_host(scored)
         sums |= sum_mismatch(ready.step, logprobs_of)
         if self.exact and ready.step not in self.replayed:
@@ -153,13 +156,31 @@ class Learner(LossComputer):
                 del cause  # its frames hold the activations
             else:
                 metric_sums.merge(sums)
-                metric_sums.count("oom_splits", len(halved))
+                self.num_splits += len(halved)
                 return trained
             halved.add(place)
             self.optimizer.zero_grad(set_to_none=True)  # of the failed pass
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._free_memory()
+
+    def score_only(self, ready: ReadyMicroBatch, is_part: bool = False) -> PriorScores:
+        """Score the trained tokens, in two parts after an out-of-memory error (see `_train`)."""
+        try:
+            return super().score_only(ready)
+        except torch.OutOfMemoryError as error:
+            failure = self._build_memory_error(ready.batch, error)
+            parts = [] if is_part or self.dims.is_distributed else ready.split()
+            if not parts:
+                raise failure from error
+        self._free_memory()  # after the handler: the error's frames hold the activations
+        self.num_splits += 1
+        return PriorScores.join(
+            [(self.score_only(part, True), trains) for part, trains in parts if trains.any()]
+        )
+
+    def _free_memory(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _accumulate(
         self,
@@ -176,7 +197,7 @@ class Learner(LossComputer):
             parts = [(micro_batch, prior[place] if prior else None)]
             if place in halved:
                 parts = [
-                    (part, scores and scores.select(trains))
+                    (part, scores and scores.take(np.flatnonzero(trains)))
                     for whole, scores in parts
                     for part, trains in whole.split()
                     if trains.any()
@@ -188,7 +209,7 @@ class Learner(LossComputer):
                     try:
                         loss = self.backward(part, metric_sums, scores)
                     except torch.OutOfMemoryError as error:
-                        failure = self._build_memory_error(part.batch, ready.step, error)
+                        failure = self._build_memory_error(part.batch, error)
                         raise _MicroBatchTooLarge(place, failure) from error
                     trained.append((part.batch, loss.logprobs))
             del micro_batch, part, parts  # frees its pixels before the next ones are made
@@ -244,7 +265,7 @@ class Learner(LossComputer):
         return replace(ready, micro_batches=micro_batches), prior
 
     def _build_memory_error(
-        self, batch: MicroBatch, step: int, error: torch.OutOfMemoryError
+        self, batch: MicroBatch, error: torch.OutOfMemoryError
     ) -> ProcessFailed:
         num_rollouts = len({origin.trace_id for origin in batch.origins})
         shorter = "micro_batch_tokens" if num_rollouts > 1 else "max_sequence_tokens"
@@ -253,7 +274,7 @@ class Learner(LossComputer):
             fixes.insert(0, "set [trainer] activation_checkpointing = true")
         fixes.append("leave the trainer more of the GPU ([inference] gpu_memory_utilization)")
         return ProcessFailed(
-            f"step {step}: no memory of {self.device} is left for a micro-batch of "
+            f"step {batch.step}: no memory of {self.device} is left for a micro-batch of "
             f"{len(batch.token_ids)} tokens and {batch.num_patches} patches of images, with "
             f"{num_rollouts} {'rollouts' if num_rollouts > 1 else 'rollout'} "
             f"({str(error).partition('. ')[0]})",

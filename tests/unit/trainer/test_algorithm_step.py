@@ -26,12 +26,14 @@ from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.bad_media import BadMediaPolicy
+from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.lora import plain_parameters
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.snapshot import ShardReader, restore_model, take_snapshot
+from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample
 
 
@@ -359,6 +361,35 @@ def test_distillation_moves_the_student_towards_its_teacher(
     moved = np.concatenate(after) - np.concatenate(before)
     advantages = np.concatenate(logprobs) - sampled
     assert (ratios * advantages * moved).sum() > 0.1 * np.linalg.norm(moved)
+
+
+def test_self_distillation_reaches_a_checkpoint_of_the_same_model(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    """The checkpoint is exported after some training, and its own start learns from it."""
+    samples = without_advantages(making.samples(tiny_model, store, count=4, seed=3))
+    later = build(tiny_model, store, making.algorithm(advantage="no_std"), lr=3e-3)
+    for _ in range(3):
+        later.step(prepare(later, store, samples))
+    export_checkpoint(tiny_model, tmp_path / "later", later.forward.model, torch.float32)
+    settings = AlgorithmConfig(name="distill", teacher=str(tmp_path / "later"))
+    learner = build(tiny_model, store, load_algorithm(settings), lr=1e-3)
+
+    def score(scorer: Learner, sample: Sample) -> np.ndarray:
+        [micro_batch] = prepare(scorer, store, [sample], 10**6).with_pixels().micro_batches
+        return scorer.score(micro_batch)
+
+    wanted, distances = [score(later, sample) for sample in samples], []
+    for _ in range(8):
+        logprobs = [score(learner, sample) for sample in samples]  # on-policy
+        samples = [
+            msgspec.structs.replace(sample, logprobs=Array.of(row, "float32"))
+            for sample, row in zip(samples, logprobs, strict=True)
+        ]
+        gaps = np.concatenate(wanted) - np.concatenate(logprobs)
+        distances.append(np.abs(gaps).mean())
+        learner.step(prepare(learner, store, samples))
+    assert distances[-1] < 0.2 * distances[0]
 
 
 class Inspecting(Critic):

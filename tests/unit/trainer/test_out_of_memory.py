@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import making
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from sightline.algo.algorithms import load_algorithm
+from sightline.config import AlgorithmConfig
 from sightline.errors import ProcessFailed
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
@@ -30,18 +33,22 @@ def build(
     store: MediaStore,
     samples: list[Sample],
     max_tokens: int = 0,
+    name: str = "grpo",
 ) -> tuple[Learner, ReadyBatch, MicroBatchPixels]:
     learner = making.build_learner(
         making.model_config(model),
         making.trainer_config(max_grad_norm=1e9, compile_backend=""),
         store,
         steps=4,
+        algorithm=load_algorithm(AlgorithmConfig(name=name)),
     )
+    for parameter in () if learner.value_head is None else learner.value_head.parameters():
+        torch.nn.init.constant_(parameter, 0.1)  # a new head's values are all 0
     pixels = MicroBatchPixels(Materializer(learner.family, store, max_bytes=1 << 24))
     tokens = sum(len(sample.token_ids) for sample in samples)
     is_tree = len({sample.group_id for sample in samples}) < len(samples)
     max_tokens = max_tokens or max(tokens // 3 if is_tree else tokens * 2 // 3, 100)
-    preparer = BatchPreparer(pixels, PackSize(max_tokens, 1 << 20))
+    preparer = BatchPreparer(pixels, PackSize(max_tokens, 1 << 20), algorithm=learner.algorithm)
     return learner, preparer.prepare(Batch(1, samples), digest=""), pixels
 
 
@@ -122,6 +129,34 @@ def test_split_micro_batch_has_the_gradients_of_the_whole(
     assert pixels._held_bytes == 0, "the pixels of the failed pass are released"
 
 
+@pytest.mark.parametrize("draw", [making.samples, trees])
+def test_scores_of_a_split_micro_batch_are_those_of_the_whole(
+    tiny_model: Path, store: MediaStore, draw: Any
+) -> None:
+    samples = [
+        msgspec.structs.replace(
+            sample,
+            advantages=None,
+            segments=[msgspec.structs.replace(s, turn=i) for i, s in enumerate(sample.segments)],
+        )
+        for sample in draw(tiny_model, store, 6)
+    ]
+    plain, ready, _ = build(tiny_model, store, samples, name="ppo")
+    learner, _, _ = build(tiny_model, store, samples, name="ppo")
+    limit = MemoryLimit(learner, largest(ready) - 1, in_backward=False)
+    for micro_batch in ready.with_pixels().micro_batches:
+        whole, parts = (one.score_only(micro_batch) for one in (plain, learner))
+        torch.testing.assert_close(parts.logprobs, whole.logprobs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(parts.values, whole.values, rtol=1e-4, atol=1e-5)
+        assert parts.values is not None and parts.values.std() > 1e-3
+    assert learner.num_splits == limit.failed > 0
+    assert learner.evaluate(ready) == pytest.approx(plain.evaluate(ready), rel=1e-5)
+    wanted, limit.failed = plain.step(ready), 0
+    result = learner.step(ready)
+    assert result.metrics["oom_splits"] == limit.failed > 0
+    assert_equal_steps((learner, result), (plain, wanted))
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3"])
 def test_recurrent_states_and_texts_are_split(kind: str, tmp_path: Path, store: MediaStore) -> None:
     write_tiny("qwen_vl", tmp_path / "model", type=kind)
@@ -135,10 +170,12 @@ def test_recurrent_states_and_texts_are_split(kind: str, tmp_path: Path, store: 
     assert_equal_steps((learner, result), (plain, wanted))
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_activations_of_the_failed_pass_are_free_before_the_next(
-    tiny_model: Path, store: MediaStore
+    tiny_model: Path, store: MediaStore, name: str
 ) -> None:
-    learner, ready, _ = build(tiny_model, store, making.samples(tiny_model, store, 6))
+    samples = making.samples(tiny_model, store, 6)
+    learner, ready, _ = build(tiny_model, store, samples, name=name)
     limit = MemoryLimit(learner, largest(ready) - 1, in_backward=False)
     alive: list[int] = []
     block = list(learner.forward.blocks())[0]
@@ -166,6 +203,9 @@ def test_single_rollout_and_a_part_that_does_not_fit_end_the_run(
         learner.step(ready)
     assert limit.failed == 2, "once whole, and once as a part"
     assert "micro_batch_tokens" in many.value.fix
+    with pytest.raises(ProcessFailed, match="step 1: no memory of cpu .* rollouts"):
+        learner.evaluate(ready)
+    assert limit.failed == 4
 
 
 def test_parts_are_aligned_and_smaller(tiny_model: Path, store: MediaStore) -> None:
