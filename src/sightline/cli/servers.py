@@ -23,12 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sightline.config import RunFile, load_config
-    from sightline.launch.servers import (
-        add_server,
-        describe_servers,
-        list_servers,
-        take_server,
-    )
+    from sightline.launch.servers import add_server, describe_servers, list_servers, take_server
     from sightline.run.server_changes import DRAIN, REMOVE
     from sightline.view.run_files import get_run_dir
     from sightline.view.run_status import RUNNING, get_status

@@ -15,12 +15,7 @@ from sightline.config.files import (
     keep_planned,
     resolve_paths,
 )
-from sightline.config.load import (
-    dump_checked_toml,
-    dump_toml,
-    load_config,
-    validate_config,
-)
+from sightline.config.load import dump_checked_toml, dump_toml, load_config, validate_config
 from sightline.config.process_sections import InferenceConfig
 from sightline.config.section import get_section_class
 from sightline.config.sections import (

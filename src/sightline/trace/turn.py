@@ -13,13 +13,7 @@ from sightline.errors import Misaligned, PixelMismatch
 from sightline.message import AssistantMessage, Message
 from sightline.render import Renderer
 from sightline.trace.graph import PathTokens, TraceGraph
-from sightline.trace.node import (
-    Node,
-    PolicySpan,
-    check_policy_spans,
-    float32_array,
-    int32_array,
-)
+from sightline.trace.node import Node, PolicySpan, check_policy_spans, float32_array, int32_array
 from sightline.wire import Array, Slot, Span
 
 RESAMPLED = "resampled"

@@ -18,9 +18,7 @@ import msgspec
 import numpy as np
 import torch
 from PIL import Image
-from transformers import (
-    GenerationConfig,
-)
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from sightline.errors import FamilyError, MediaRefused, MessageError, SightlineError

@@ -38,15 +38,7 @@ from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.renderer import ParsedCompletion
 from sightline.families.turn_parsing import check_arguments, encode_tool
 from sightline.media import MediaRef
-from sightline.message import (
-    ImageResolver,
-    Message,
-    TextPart,
-    ToolCall,
-    assistant,
-    system,
-    user,
-)
+from sightline.message import ImageResolver, Message, TextPart, ToolCall, assistant, system, user
 from sightline.render import Bridged, ChatTemplate, Rendered, Tokenizer
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem, Slot, Span
