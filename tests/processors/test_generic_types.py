@@ -14,7 +14,7 @@ from shards import num_examples
 from sightline.config import LoraConfig
 from sightline.errors import MediaRefused
 from sightline.families import load_family
-from sightline.families.anyvlm import _probe_in_process
+from sightline.families.anyvlm import _try_in_process
 from sightline.media import MediaStore
 from tests.contract.cases.anyvlm import Images, write_kind
 from tests.contract.suites import run_suites
@@ -56,7 +56,7 @@ def test_missing_torchvision_is_named_in_the_error(
     folders = os.environ["PYTHONPATH"].split(os.pathsep)
     left = [folder for folder in folders if not (Path(folder) / "torchvision").is_dir()]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(left))
-    answer = _probe_in_process(tmp_path / "model")
+    answer = _try_in_process(tmp_path / "model")
     assert "with torchvision only, which is not installed here" in answer.problem
     assert "install the torchvision" in answer.fix
 

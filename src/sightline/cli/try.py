@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
     from sightline.rollout.evaluation import EvalSummary
     from sightline.run import EventLog
     from sightline.trace import write_traces
-    from sightline.view.run_status import TRIAL
+    from sightline.view.preview import PreviewPlayer, print_preview
+    from sightline.view.run_status import PREVIEW
     from sightline.view.summary import summarize
-    from sightline.view.trial import TrialPlayer, print_trial
 
     values: dict[str, Any] = {"env": {"name": args.env, "args": args.env_args}}
     env = build_environment(validate_config(EnvConfig, values["env"], "[env]"))
@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
     config = build_eval_config(values, str(args.model), options)
     run_dir.config.write_text(dump_toml(config))
 
-    events = EventLog(run_dir.metrics, TRIAL)
+    events = EventLog(run_dir.metrics, PREVIEW)
     events.write("state", phase="starting")
     print(f"serving {args.model} and playing {args.tasks} tasks", flush=True)
     raised: dict[str, BaseException] = {}
-    player = partial(TrialPlayer, raised=raised)
+    player = partial(PreviewPlayer, raised=raised)
     played = play_evaluation(
         env, config, media=run_dir.media, split="train", max_concurrent=1, player_kind=player
     )
@@ -81,6 +81,6 @@ def run(args: argparse.Namespace) -> int:
 
     store = MediaStore(run_dir.media)
     renderer = load_renderer(args.model, store, load_family(args.model, **config.model.overrides()))
-    num_problems = print_trial(env, traces, raised, store, renderer, args.max_model_len)
+    num_problems = print_preview(env, traces, raised, store, renderer, args.max_model_len)
     print(f"view it: {format_command('sightline', 'view', run_dir.path)}")
     return 1 if num_problems else 0

@@ -34,7 +34,7 @@ from sightline.wire.file import read_lines
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SIGNAL = "a signal"
 """Value of `stopped_by` in the summary of a run that a person stopped."""
-TRIAL = "try"
+PREVIEW = "try"
 """Process name in the events of `sightline try`."""
 _KILLED = "the run ended without an `end` event: the launcher was killed, or the machine went down"
 _SILENT_AFTER_S = 120.0
@@ -220,8 +220,8 @@ def get_status(run_dir: RunDir) -> RunStatus:
         seconds += time.time() - events[-1].time
     oldest = next(iter(events or islice(read_events(metrics), 1)), None)
     command = "sft" if "sft" in files.settings else "rl"
-    if oldest is not None and oldest.process == TRIAL:
-        command, total = TRIAL, find_number(files.get_section("eval"), "tasks")
+    if oldest is not None and oldest.process == PREVIEW:
+        command, total = PREVIEW, find_number(files.get_section("eval"), "tasks")
     return RunStatus(
         run_dir=run_dir,
         run_id=_read_run_id(fenced),
@@ -356,7 +356,7 @@ def print_status(status: RunStatus, console: Console) -> None:
         took = f"{_format_time(status.started)}, took {formatting.duration(status.seconds)}"
         rows.append(("started", took))
     rows += [("", f"{_format_time(when)}  {line}") for when, line in lines[-_NUM_EVENTS:]]
-    if status.state in (STOPPED, FAILED) and status.command != TRIAL:
+    if status.state in (STOPPED, FAILED) and status.command != PREVIEW:
         rows.append(("resume", status.resume_command))
     _print(formatting.pairs_table(rows), console)
 
@@ -369,7 +369,7 @@ def _print(table: Table, console: Console) -> None:
 
 def _format_steps(status: RunStatus, of: str) -> str:
     total = status.steps_total or "?"
-    return f"{TRIAL}, {total} tasks" if status.command == TRIAL else f"{status.step}{of}{total}"
+    return f"{PREVIEW}, {total} tasks" if status.command == PREVIEW else f"{status.step}{of}{total}"
 
 
 def format_measure(status: RunStatus) -> str:

@@ -16,10 +16,10 @@ from transformers import Glm5NextImageProcessorPil
 
 from sightline import FamilyError
 from sightline.families import load_family
+from sightline.families.anyvlm.admission import try_arrays
 from sightline.families.anyvlm.findings import UNSUPPORTED, Findings
 from sightline.families.anyvlm.image_tokens import ImageTokens, find_candidates
 from sightline.families.anyvlm.layout import RULES
-from sightline.families.anyvlm.probe import try_arrays
 from sightline.families.anyvlm.processor import find_image_text, load_processor, process
 from sightline.families.registry import write_tiny
 from sightline.families.transformers_forward import refuse_errors

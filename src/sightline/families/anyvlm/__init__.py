@@ -1,11 +1,11 @@
 """The generic family: any image-and-text or causal language model of transformers that no other
 family claims.
 
-At the first load, `probe` runs trials on the checkpoint's own processor, chat template and model
-code, in a process that has transformers. It writes its `findings` into the folder, or refuses the
-checkpoint and names the trial that failed. `image_tokens` chooses the rule in `layout` that maps
+At the first load, `admission` runs trials on the checkpoint's own processor, chat template and
+model code, in a process that has transformers. It writes its `findings` into the folder, or refuses
+the checkpoint and names the trial that failed. `image_tokens` chooses the rule in `layout` that maps
 image sizes to tokens. `vision` defines the family and `render` the renderer. `processor`, `forward`
-and `probe` import transformers. This file does not.
+and `admission` import transformers. This file does not.
 
 The trials run again when a checkpoint file or the transformers version changes. The same applies to
 torchvision if it processes the images. If the folder is read-only, every process runs the trials.
@@ -26,8 +26,8 @@ from sightline.bounded_child import build_command, build_variables
 from sightline.errors import FamilyError, format_command
 from sightline.families.anyvlm.findings import (
     FILE,
+    AdmissionAnswer,
     Findings,
-    ProbeAnswer,
     digest_sources,
     find_version,
 )
@@ -75,17 +75,17 @@ def load_findings(path: Path) -> Findings:
             "run `sightline check` with this [model] path where transformers is installed. It "
             f"writes {FILE} into the folder",
         )
-    return _probe(path)
+    return _admit(path)
 
 
-def _probe(path: Path) -> Findings:
+def _admit(path: Path) -> Findings:
     """Run the trials, and write their findings into the folder if possible."""
     if "transformers" in sys.modules:
-        from sightline.families.anyvlm.probe import run_trials
+        from sightline.families.anyvlm.admission import run_trials
 
         answer = run_trials(path)
     else:
-        answer = _probe_in_process(path)
+        answer = _try_in_process(path)
     if answer.findings is None:
         raise FamilyError(f"{path}: {answer.problem}", answer.fix)
     with suppress(OSError):
@@ -95,10 +95,10 @@ def _probe(path: Path) -> Findings:
     return answer.findings
 
 
-def _probe_in_process(path: Path) -> ProbeAnswer:
+def _try_in_process(path: Path) -> AdmissionAnswer:
     """Run the trials in a subprocess, which imports torch and transformers."""
-    command = format_command(sys.executable, "-m", "sightline.families.anyvlm.probe", path)
-    file = Path(__file__).with_name("probe.py")
+    command = format_command(sys.executable, "-m", "sightline.families.anyvlm.admission", path)
+    file = Path(__file__).with_name("admission.py")
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     child = build_command(file, str(path), cpu_s=TIMEOUT_S, memory_bytes=memory_bytes)
     try:
@@ -113,7 +113,7 @@ def _probe_in_process(path: Path) -> ProbeAnswer:
         problem = f"{path}: the trials did not finish within {TIMEOUT_S} s"
         raise FamilyError(problem, f"run `{command}` to see where it stalls") from error
     try:
-        return msgspec.json.decode(done.stdout.rpartition("\n\n")[2], type=ProbeAnswer)
+        return msgspec.json.decode(done.stdout.rpartition("\n\n")[2], type=AdmissionAnswer)
     except msgspec.MsgspecError as error:
         problem = f"{path}: the trials crashed: {done.stderr[-2000:]}"
         raise FamilyError(problem, f"run `{command}` to see the whole output") from error

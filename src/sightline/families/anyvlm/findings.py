@@ -19,7 +19,7 @@ from sightline.regular_file import read_bytes
 
 FILE = "sightline_probe.json"
 VERSION = 11
-"""Increased when the probe's findings for the same files change."""
+"""Increased when the trials' findings for the same files change."""
 SOURCES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -121,7 +121,7 @@ class Findings(msgspec.Struct, frozen=True):
             at += array.nbytes
 
 
-class ProbeAnswer(msgspec.Struct, frozen=True):
+class AdmissionAnswer(msgspec.Struct, frozen=True):
     findings: Findings | None = None
     problem: str = ""
     fix: str = ""

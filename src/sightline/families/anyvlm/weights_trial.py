@@ -200,7 +200,7 @@ class WeightsTrial:
         if inputs["input_ids"][0].tolist() != token_ids:
             raise FamilyError(
                 f"{self.family.path}: the weights trial failed: the processor writes different "
-                "tokens than it did for the probe",
+                "tokens than it did in the trials",
                 "install the same transformers in every environment of the run",
             )
         arrays = {name: torch.as_tensor(array) for name, array in inputs.items()}

@@ -142,7 +142,7 @@ def check_token_ids(model: ModelConfig, family: Family) -> None:
         store = MediaStore(Path(folder))
         renderer = load_renderer(path, store, family)
         if family.shows_media:
-            rendered = renderer.render([user(store.put(draw_probe_image()))])
+            rendered = renderer.render([user(store.put(draw_test_image()))])
             slot = rendered.slots[0]
             offsets = slot.offset + family.feature_offsets(slot.item)
             token_ids = {rendered.token_ids[offset] for offset in offsets}
@@ -163,7 +163,7 @@ def check_token_ids(model: ModelConfig, family: Family) -> None:
             )
 
 
-def draw_probe_image() -> bytes:
+def draw_test_image() -> bytes:
     return encode_png(draw_glyph(DIGITS["5"], 30).convert("RGB").resize((64, 64)))
 
 

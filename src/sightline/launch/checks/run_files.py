@@ -25,7 +25,7 @@ from sightline.run import RunDir
 from sightline.trace import read_traces
 from sightline.trainer.checkpoint import ResumePoint, read_ledger
 from sightline.view.events import EventTail
-from sightline.view.run_status import FAILED, FINISHED, RUNNING, TRIAL, RunStatus
+from sightline.view.run_status import FAILED, FINISHED, PREVIEW, RUNNING, RunStatus
 from sightline.wire.file import SUMS, find_changed_files, read_lines
 from sightline.wire.sample import Batch, digest_batch
 from sightline.wire.weights import read_history
@@ -193,7 +193,7 @@ def check_export(status: RunStatus, checkpoints: ResumePoint) -> Iterator[Findin
             problems = [f"{folder / SUMS} is missing"]
         if not problems:
             yield Finding(f"the trained model in {folder}")
-    elif status.state == FINISHED and status.command != TRIAL:
+    elif status.state == FINISHED and status.command != PREVIEW:
         problems = [f"the trained model in {folder} is missing"]
     fix = RESTORE
     if step := checkpoints.step:

@@ -15,7 +15,7 @@ from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
 from sightline.families.checkpoint_files import resolve_checkpoint
-from sightline.launch.checks.model import draw_probe_image
+from sightline.launch.checks.model import draw_test_image
 from sightline.media import is_address, open_store
 from sightline.media.remote import START_DEADLINE_S
 from sightline.orchestrator.teacher import LEASE as TEACHER_LEASE
@@ -123,7 +123,7 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
     options = config.media.store_options()
     store = open_store(config.media.root, deadline_s=START_DEADLINE_S, **options)
     # Append random bytes to the picture, so that no other store has this file.
-    image = store.put(draw_probe_image() + os.urandom(16))
+    image = store.put(draw_test_image() + os.urandom(16))
     part = {"type": "image_url", "image_url": {"url": image.url}}
     chat = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
     # This version does not exist. A server that may not read the folder refuses the path first.

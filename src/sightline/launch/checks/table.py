@@ -19,7 +19,7 @@ from sightline.launch.checks import Check, Finding, machine, model, run_files, s
 from sightline.media import MediaStore, open_store
 from sightline.run import RunDir
 from sightline.trainer.checkpoint import CheckpointStore, ResumePoint
-from sightline.view.run_status import FINISHED, RUNNING, TRIAL, RunStatus, get_status
+from sightline.view.run_status import FINISHED, PREVIEW, RUNNING, RunStatus, get_status
 from sightline.wire.sample import Batch
 
 SETTINGS, RL, SFT, REHEARSAL, STORE = "settings", "rl", "sft", "rehearsal", "store"
@@ -132,7 +132,7 @@ def examine_run(run_dir: RunDir) -> Diagnosis:
     run_checks(facts, FILES, diagnosis.add)
     if any(problem.blocks for problem in diagnosis.problems):
         return diagnosis
-    stages = {RUN} | ({TRAINED_RUN} if status.command != TRIAL else set())
+    stages = {RUN} | ({TRAINED_RUN} if status.command != PREVIEW else set())
     stages |= {RL_RUN} if status.command == "rl" else set()
     for check in CHECKS:
         if stages & set(check.stages):

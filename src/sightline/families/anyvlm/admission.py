@@ -1,7 +1,7 @@
 """Inspect a checkpoint of an unknown type with trials on its own code.
 
-`python -m sightline.families.anyvlm.probe DIR` runs `TRIALS` in order and prints the findings, or
-the trial that failed, as one line of JSON after an empty line. Trials use the checkpoint's own
+`python -m sightline.families.anyvlm.admission DIR` runs `TRIALS` in order and prints the findings,
+or the trial that failed, as one line of JSON after an empty line. Trials use the checkpoint's own
 processor and chat template. They run the model's code on the meta device and in layers with random
 weights (`packing_trial`). The trials read no weights. `forward` checks them after loading.
 """
@@ -27,8 +27,8 @@ from sightline.families.anyvlm.answers import TRIED_TOOLS
 from sightline.families.anyvlm.checkpoint import Checkpoint
 from sightline.families.anyvlm.findings import (
     UNSUPPORTED,
+    AdmissionAnswer,
     Findings,
-    ProbeAnswer,
     RowArray,
     digest_sources,
     find_version,
@@ -341,7 +341,7 @@ TEXT_TRIALS = ("model class", "packing", "chat template")
 """The trials of a text-only checkpoint."""
 
 
-def run_trials(path: Path) -> ProbeAnswer:
+def run_trials(path: Path) -> AdmissionAnswer:
     """Run all trials. transformers' warnings about the test images are hidden."""
     processors.load_processor.cache_clear()  # files may have changed
     checkpoint = Checkpoint(path)
@@ -356,10 +356,10 @@ def run_trials(path: Path) -> ProbeAnswer:
                         findings = trial(checkpoint, findings)
             except SightlineError as error:
                 problem = f"the {name} trial failed: {error.problem}"
-                return ProbeAnswer(problem=problem, fix=error.fix)
+                return AdmissionAnswer(problem=problem, fix=error.fix)
     finally:
         transformers_logging.set_verbosity(verbosity)
-    return ProbeAnswer(findings)
+    return AdmissionAnswer(findings)
 
 
 def main() -> None:

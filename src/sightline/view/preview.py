@@ -31,7 +31,7 @@ from sightline.wire.control import RolloutRequest
 
 
 @dataclass
-class TrialPlayer(RolloutPlayer):
+class PreviewPlayer(RolloutPlayer):
     """A player that records environments' exceptions by rollout id."""
 
     raised: dict[str, BaseException] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class TrialPlayer(RolloutPlayer):
             raise
 
 
-def print_trial(
+def print_preview(
     env: Environment,
     traces: Sequence[Trace],
     raised: Mapping[str, BaseException],
