@@ -3,9 +3,9 @@ family claims.
 
 At the first load, `admission` runs trials on the checkpoint's own processor, chat template and
 model code, in a process that has transformers. It writes its `findings` into the folder, or refuses
-the checkpoint and names the trial that failed. `image_tokens` chooses the rule in `layout` that maps
-image sizes to tokens. `vision` defines the family and `render` the renderer. `processor`, `forward`
-and `admission` import transformers. This file does not.
+the checkpoint and names the trial that failed. `image_tokens` chooses the rule in `layout` that
+maps image sizes to tokens. `vision` defines the family and `render` the renderer. `processor`,
+`forward` and `admission` import transformers. This file does not.
 
 The trials run again when a checkpoint file or the transformers version changes. The same applies to
 torchvision if it processes the images. If the folder is read-only, every process runs the trials.
