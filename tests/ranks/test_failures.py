@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from loop.jobs import Job, ledger, live_processes, sightline, summary
+from rank_steps import find_error, record
 from safetensors.torch import load_file
 from shards import take_first
 
@@ -107,6 +108,7 @@ def test_run_resumes_with_a_different_number_of_ranks(quick_home: Path) -> None:
     exported = load_file(quick_home / "exported" / "model.safetensors")
     published = load_file(sorted(job.run_dir.weights.glob("v*"))[-1] / "model.safetensors")
     assert exported.keys() == published.keys()
+    record("checkpoint of 2 ranks, exported", 1, weights=find_error(exported, published))
     for name, tensor in published.items():
         assert exported[name].equal(tensor), name
     sightline("rl", "--plain", "--resume", job.run_dir.path, "trainer.ranks=1", cwd=quick_home)

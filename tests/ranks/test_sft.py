@@ -16,6 +16,7 @@ import making
 import pytest
 import torch
 from loop.jobs import live_processes, sightline
+from rank_steps import find_error, record
 from safetensors.torch import load_file
 
 from sightline.run import RunDir
@@ -86,6 +87,7 @@ def test_two_ranks_match_one_rank(
         assert ours.keys() == theirs.keys() and len(ours) == {"sft": STEPS, "sft_eval": 3}[kind]
         for step, event in ours.items():
             assert event.values["loss"] == pytest.approx(theirs[step].values["loss"], rel=1e-4)
+    record("sft", 2, weights=find_error(together[1], alone[1]))
     for name, one in alone[1].items():
         # AdamW divides by the gradient's size. If a gradient is noise, so is its direction.
         assert float((together[1][name] - one).norm()) <= 1e-2 * float(one.norm()) + 1e-4, name
@@ -121,6 +123,7 @@ def test_killed_rank_ends_all_ranks_and_resume_is_bit_identical(
     assert not live_processes(run_dir)
     sightline("sft", "--resume", run_dir.path, cwd=sft_home)
     after = load_file(sft_home / f"{victim}.out" / "model.safetensors")
+    record(f"sft resumed after {victim} was killed", 2, weights=find_error(after, together[1]))
     assert all(torch.equal(after[name], tensor) for name, tensor in together[1].items())
     assert sorted(by_step(read_events(run_dir.metrics), "sft")) == list(range(1, STEPS + 1))
 
