@@ -60,6 +60,7 @@ class PolicyGradient(Algorithm):
             entropy=settings.measure_entropy or settings.entropy_coef > 0,
             entropy_gradient=settings.entropy_coef > 0,
             turn_rewards=settings.credit != "rollout",
+            old_logprobs="correction" in settings.loss_args,
         )
 
     @cached_property

@@ -11,7 +11,8 @@ importance ratio of a token, A its advantage, sg a value without gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -48,6 +49,8 @@ class LossInputs:
     """KL(pi || ref) over the whole vocabulary, with its gradient."""
     entropy: PerToken | None = None
     """Entropy of pi over the whole vocabulary, with a gradient if one is declared."""
+    old_logprobs: PerToken | None = None
+    """log pi of each token before the first update of the step."""
     values: PerToken | None = None
     """The value head's values, with their gradient."""
     old_values: PerToken | None = None
@@ -104,7 +107,7 @@ def tis(inputs: LossInputs, *, ratio_cap: float = 2.0, level: Level = "token") -
 
     At level "turn" or "sample", r is the product of the ratios of the turn's or sample's tokens.
     """
-    r = _ratios_at(inputs, level)
+    r = _ratios_at(inputs, inputs.logprobs, level)
     return _weighted(inputs, r, torch.clamp(r, max=ratio_cap))
 
 
@@ -115,13 +118,13 @@ def mis(
 
     `level` is that of `tis`.
     """
-    r = _ratios_at(inputs, level)
+    r = _ratios_at(inputs, inputs.logprobs, level)
     return _weighted(inputs, r, torch.where((low <= r) & (r <= high), r, 0.0))
 
 
-def _ratios_at(inputs: LossInputs, level: Level) -> PerToken:
-    """Return r without its gradient: each token's, or the product over its turn or sample."""
-    log_r = (inputs.logprobs - inputs.sampler_logprobs).detach()
+def _ratios_at(inputs: LossInputs, logprobs: PerToken, level: Level) -> PerToken:
+    """Return ratios to mu without a gradient: by token, or the product over its turn or sample."""
+    log_r = (logprobs - inputs.sampler_logprobs).detach()
     if level == "token":
         return torch.exp(log_r)
     if level not in ("turn", "sample"):
@@ -181,6 +184,32 @@ LOSSES: dict[str, LossFunction] = {
 }  # fmt: skip
 
 
+def correct(
+    loss: LossFunction,
+    inputs: LossInputs,
+    *,
+    correction: Literal["tis", "mis"],
+    correction_cap: float = 2.0,
+    correction_level: Level = "token",
+) -> LossOutput:
+    """Apply a loss with r = pi / old, times the correction for old / mu (decoupled PPO).
+
+    old is the policy before the first update. The weight w = old / mu is min(w, C) with "tis", and
+    w if 1 / C <= w <= C else 0 with "mis".
+    """
+    if correction not in ("tis", "mis") or correction_cap < 1:
+        raise ConfigError(
+            f"[algorithm] loss_args: correction = {correction!r} with a cap of {correction_cap}",
+            'choose "tis" or "mis", with a correction_cap of at least 1',
+        )
+    assert inputs.old_logprobs is not None  # as `needs` declare
+    w = _ratios_at(inputs, inputs.old_logprobs, correction_level)
+    truncated = w.clamp(max=correction_cap)
+    is_dropped = (correction == "mis") & ((w != truncated) | (w < 1 / correction_cap))
+    advantages = inputs.advantages * truncated.masked_fill(is_dropped, 0.0)
+    return loss(replace(inputs, sampler_logprobs=inputs.old_logprobs, advantages=advantages))
+
+
 def exact_kl(log_p: Logits, log_q: Logits, banned: BannedIds) -> PerToken:
     """KL(p || q) over the whole vocabulary. Banned ids have no mass in either."""
     difference = mask_banned(log_p - log_q, banned, 0.0)
@@ -223,9 +252,14 @@ class LinearValues(torch.nn.Linear):
 def load_loss(name: str, args: Mapping[str, Any] | None = None) -> LossFunction:
     """Load a run's policy loss. One from outside the package is tested on a few tokens first."""
     setting = "[algorithm] loss"
-    function = load_function(setting, name, LOSSES, args or {}, ("inputs",))
-    for num in (6, 0) if name not in LOSSES else ():
-        inputs = _build_small_inputs(num, Needs())
+    own = dict(args or {})
+    shared = {key: own.pop(key) for key in list(own) if key.startswith("correction")}
+    function = load_function(setting, name, LOSSES, own, ("inputs",))
+    if shared:  # works with every loss
+        corrected = {name: partial(correct, function)}
+        function = load_function(setting, name, corrected, shared, ("inputs",))
+    for num in (6, 0) if args or name not in LOSSES else ():
+        inputs = _build_small_inputs(num, Needs(old_logprobs=True))
         output = try_function(setting, name, function, inputs)
         shapes = isinstance(output, tuple) and [getattr(x, "shape", None) for x in output]
         if shapes != [(num,)] * 2:
@@ -273,6 +307,7 @@ def _build_small_inputs(num: int, needs: Needs) -> LossInputs:
         reference_logprobs=other if needs.reference_logprobs else None,
         kl=positive + 0.0 * logprobs if needs.exact_kl else None,
         entropy=positive + 0.0 * logprobs if needs.entropy or needs.entropy_gradient else None,
+        old_logprobs=other if needs.old_logprobs else None,
         values=positive + 0.0 * logprobs if needs.values else None,
         old_values=positive if needs.values else None,
         teacher_logprobs=other if needs.teacher_logprobs else None,

@@ -16,6 +16,8 @@ class Needs(NamedTuple):
     """The policy's entropy at each trained token, as a number."""
     entropy_gradient: bool = False
     """The policy's entropy at each trained token, with its gradient."""
+    old_logprobs: bool = False
+    """The policy's logprobs of the trained tokens before the first update of the step."""
     values: bool = False
     """Values of the trained tokens, from the algorithm's value head."""
     teacher_logprobs: bool = False

@@ -41,7 +41,7 @@ class AlgorithmConfig(ConfigSection):
     loss: str = "ppo"
     """Policy loss: ppo, cispo, gspo, sapo, tis, mis, or 'module:function' for your own."""
     loss_args: Keywords = {}
-    """Keyword arguments for the loss, such as clip_low, clip_high or ratio_cap."""
+    """Keyword arguments for the loss, such as clip_low, clip_high or correction."""
     aggregation: str = "tokens"
     """How token losses are averaged over a batch: tokens, samples, constant, or 'module:function'
     for your own."""

@@ -145,6 +145,7 @@ class LossComputer:
         )
         lengths = [origin.stop - origin.start for origin in batch.origins]
         sequence_ids = copy_to_device(np.repeat(np.arange(len(lengths)), lengths), self.device)
+        old = scores.logprobs.detach() if prior is None else prior.logprobs
         token_loss, metrics = self.algorithm.loss(
             LossInputs(
                 scores.logprobs,
@@ -155,6 +156,7 @@ class LossComputer:
                 reference_logprobs=scores.reference_logprobs,
                 kl=scores.kl,
                 entropy=scores.entropy,
+                old_logprobs=old if self.algorithm.needs.old_logprobs else None,
                 values=self._values(hidden, share),
                 old_values=None if prior is None else prior.values,
                 teacher_logprobs=None if prior is None else prior.teacher_logprobs,

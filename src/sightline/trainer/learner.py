@@ -237,12 +237,14 @@ class Learner(LossComputer):
     def _score_first(self, ready: ReadyBatch) -> tuple[ReadyBatch, list[PriorScores]]:
         """Score all micro-batches before the first update, if anything depends on it.
 
-        After the first minibatch, the weights no longer match those that the sampler used.
+        After the first minibatch, the weights no longer match those that the sampler used. A
+        correction needs the logprobs from before it also in later epochs.
         Advantages that depend on values or a teacher are computed here, on rank 0.
         """
         needs = self.algorithm.needs
         is_scored = needs.values or needs.teacher_logprobs
-        if len(ready.minibatches) == 1 and not is_scored:
+        is_old = needs.old_logprobs and self.algorithm.settings.epochs > 1
+        if len(ready.minibatches) == 1 and not (is_scored or is_old):
             return ready, []
         prior = []
         for _, micro_batch in self._iterate(ready, f"the scores of step {ready.step}"):

@@ -326,6 +326,55 @@ def test_importance_weights_are_truncated_or_masked_at_their_level(level: str) -
     assert dropped == [float(not kept) for kept in inside]
 
 
+CORRECTED = {  # w = old / mu = (4, 0.25, 1) by token, and (1, 1, 1) over the turn of two tokens
+    ("tis", "token"): [2.0, 0.25, 1.0],
+    ("mis", "token"): [0.0, 0.0, 1.0],
+    ("tis", "turn"): [1.0, 1.0, 1.0],
+    ("mis", "sample"): [1.0, 1.0, 1.0],
+}
+
+
+@pytest.mark.parametrize(("kind", "level"), CORRECTED)
+def test_correction_weighs_a_loss_by_the_ratio_of_old_policy_and_sampler(
+    kind: str, level: str
+) -> None:
+    """Decoupled PPO clips r = pi / old = (1.5, 1.25, 0.5) at 1.28, whatever the sampler is."""
+    inputs = make_inputs([6.0, 0.3125, 0.5], [1.0, 1.0, -1.0], lengths=[2, 1])
+    inputs = replace(inputs, old_logprobs=torch.tensor([4.0, 0.25, 1.0]).log())
+    args = {"correction": kind, "correction_level": level}
+    gradient, clipped = gradients("ppo", inputs, **args)
+    weights = CORRECTED[kind, level]
+    assert gradient == pytest.approx([0.0, -1.25 * weights[1], 0.0])
+    assert clipped == [float(weights[0] > 0), 0.0, 1.0]
+    free, _ = gradients("ppo", inputs, clip_low=9.0, clip_high=9.0, **args)
+    plain = [-1.5 * weights[0], -1.25 * weights[1], 0.5 * weights[2]]
+    assert free == pytest.approx(plain)
+    # One ratio for the turn: s = sqrt(1.5 * 1.25).
+    by_turn, _ = gradients("gspo", inputs, clip_low=9.0, clip_high=9.0, **args)
+    s = math.sqrt(1.875)
+    assert by_turn == pytest.approx([-s * weights[0], -s * weights[1], 0.5 * weights[2]])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"correction": "clip"},
+        {"correction": "tis", "correction_cap": 0.5},
+        {"correction": "tis", "correction_level": "rollout"},
+        {"correction": "tis", "correction_size": 2.0},
+        {"correction_cap": 2.0},
+    ],
+)
+def test_invalid_correction_is_refused_at_load(args: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="correction|level = 'rollout'"):
+        load_loss("ppo", args)
+
+
+def test_correction_needs_the_logprobs_from_before_the_update() -> None:
+    algorithm = build("grpo", loss_args={"correction": "mis"}, measure_entropy=False)
+    assert algorithm.needs == Needs(old_logprobs=True)
+
+
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="level = \"rollout\"|level = 'rollout'"):
         load_loss("tis", {"level": "rollout"})(make_inputs([1.0], [1.0]))

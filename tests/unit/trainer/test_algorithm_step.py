@@ -183,6 +183,50 @@ def test_scores_are_computed_before_the_first_update(
     assert not torch.equal(*weights)
 
 
+class Old(Critic):
+    """Records the logprobs from before the update."""
+
+    needs = Needs(old_logprobs=True)
+
+    def advantages(self, batch: RolloutBatch) -> list[np.ndarray]:
+        return [np.ones(len(sample.trained)) for sample in batch.samples]
+
+    def loss(self, tokens: LossInputs) -> AlgorithmLoss:
+        self.tokens.append(tokens)
+        return AlgorithmLoss(-tokens.logprobs, {})
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 1), (1, 3)])
+def test_old_logprobs_are_those_before_the_first_update(
+    tiny_model: Path, store: MediaStore, epochs: int, minibatches: int
+) -> None:
+    algorithm = Old(AlgorithmConfig(epochs=epochs, minibatches=minibatches))
+    learner = build(tiny_model, store, algorithm)
+    samples = without_advantages(making.samples(tiny_model, store, count=12, seed=2))
+    ready = prepare(learner, store, samples)
+    result = logprobs_of(learner.step(ready))
+    num_updated = 0
+    for tokens in algorithm.tokens:
+        assert tokens.old_logprobs is not None and not tokens.old_logprobs.requires_grad
+        for o in tokens.origins:
+            old = tokens.old_logprobs[o.start : o.stop].numpy()
+            np.testing.assert_allclose(old, result[o.trace_id, o.node], atol=2e-5)
+        num_updated += not torch.allclose(tokens.old_logprobs, tokens.logprobs, atol=1e-3)
+    assert (num_updated > 0) == (epochs * minibatches > 1)
+
+
+def test_corrected_ppo_with_one_update_is_truncated_importance_sampling(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    samples = without_advantages(making.samples(tiny_model, store, count=6, seed=2))
+    weights = []
+    for settings in ({"loss_args": {"correction": "tis"}}, {"loss": "tis", "loss_args": {}}):
+        learner = build(tiny_model, store, making.algorithm(advantage="no_std", **settings))
+        learner.step(prepare(learner, store, samples))
+        weights.append([p.detach() for p in learner.forward.model.parameters()])
+    torch.testing.assert_close(weights[0], weights[1])
+
+
 def test_minibatch_is_weighted_like_a_batch_and_keeps_groups_whole(
     tiny_model: Path, store: MediaStore
 ) -> None:
