@@ -162,7 +162,7 @@ class Dataset(Environment):
     def _open_files(self) -> dict[str, TaskFile]:
         """Return the file of each split. The splits may be parts of one file."""
 
-        def open_file(path: str, part: str, eval_fraction: float) -> TaskFile:
+        def open_part(path: str, part: str, eval_fraction: float) -> TaskFile:
             rows, folder = open_rows(path, part)
             codes = self._find_codes(rows, eval_fraction)
             numbers: dict[str, list[int]] = {split: [] for split in _CODES}
@@ -173,14 +173,14 @@ class Dataset(Environment):
             return TaskFile(rows, folder, self.images, numbers, seed)
 
         if not (self.eval_path or self.eval_split):
-            return dict.fromkeys(SPLITS, open_file(self.path, self.split, self.eval_fraction))
+            return dict.fromkeys(SPLITS, open_part(self.path, self.split, self.eval_fraction))
         if (self.eval_path or self.path, self.eval_split) == (self.path, self.split):
             raise ConfigError(
                 "[env.args] eval_path and eval_split name the training rows",
                 "name other rows, or leave both empty and set eval_fraction or split_column",
             )
-        file = open_file(self.path, self.split, 0.0)
-        held_out = open_file(self.eval_path or self.path, self.eval_split, 1.0)
+        file = open_part(self.path, self.split, 0.0)
+        held_out = open_part(self.eval_path or self.path, self.eval_split, 1.0)
         return {"train": file, "eval": held_out, "sft": file}
 
     def _find_codes(self, rows: TaskRows, eval_fraction: float) -> bytes:
@@ -203,7 +203,7 @@ class Dataset(Environment):
     def _split(self, rows: TaskRows, eval_fraction: float) -> Iterator[str]:
         """Yield the split of each row, or `LEFT_OUT` if it is too long. Raise for an invalid row.
 
-        A hash chooses the split, so that rows with the same images share one.
+        A hash chooses the split, so that rows with equal image cells share one.
         """
         needed = [*self._prompt_columns, self.answer, *self.split_by]
         needed += [self.split_column] if self.split_column else []
