@@ -69,7 +69,9 @@ def test_unsupported_video_is_refused_by_path(checkpoint: Any) -> None:
     if checkpoint.case.shows_videos:
         return  # test_video has them
     ref = checkpoint.refs[0]
-    with pytest.raises(MessageError, match=r"messages\[0\]\.content\[1\]: a video.*(shows|has) no"):
+    with pytest.raises(
+        MessageError, match=r"messages\[0\]\.content\[1\]: a video.*(accepts|has) no"
+    ):
         checkpoint.renderer.render([user("see ", video([(ref, 0.0), (ref, 1.0)]))])
     if checkpoint.family.shows_media:
         with pytest.raises(MediaRefused, match="accepts no videos"):

@@ -90,7 +90,8 @@ class MediaGuard(RequestGuard):
     def hides(self, http: Request, digest: str) -> bool:
         """Return whether an image is missing for the sender of a request."""
         worker = self._find_worker(read_bearer(http.headers))
-        return bool(worker) and digest not in self.put.get(worker, ())
+        images = self.put.get(worker)
+        return bool(worker) and (images is None or images.get(digest) is None)
 
     def _find_worker(self, given: str) -> str:
         name = given.rpartition(".")[0]

@@ -22,7 +22,6 @@ from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_pool import ServerPool, run_until_first
 from sightline.orchestrator.step_metrics import ServerStatsPoller
-from sightline.orchestrator.teacher import ServedTeacher
 from sightline.regular_file import read_text
 from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog, RunDir
@@ -105,12 +104,10 @@ async def main(
         _keep_server_changes(run_dir, config.inference.servers, pool, new_client),
         _keep_placing_servers(run_dir, placed, pool, new_client),
         _keep_checking_store(store, run_dir.read_id()),
+        orchestrator.teacher.keep_lease(),
     ]
     if orchestrator.background_evaluator is not None:
         helpers.append(orchestrator.background_evaluator.keep_evaluating())
-    if isinstance(orchestrator.teacher, ServedTeacher):
-        await orchestrator.teacher.client.wait_healthy()
-        helpers.append(orchestrator.teacher.keep_lease())
     try:
         # If a helper ends before the job, it has failed, and its error ends the run.
         await run_until_first(job(), *helpers)

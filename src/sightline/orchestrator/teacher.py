@@ -42,6 +42,10 @@ class NoTeacher:
     async def finish(self, samples: list[Sample]) -> list[Sample]:
         return samples
 
+    async def keep_lease(self) -> None:
+        """Wait until the run ends."""
+        await asyncio.Event().wait()
+
 
 @dataclass
 class ServedTeacher:
@@ -68,6 +72,7 @@ class ServedTeacher:
 
     async def keep_lease(self) -> None:
         """Renew the lease, so that no run replaces the teacher's weights."""
+        await self.client.wait_healthy()
         while True:
             await self.client.lease(LEASE, LEASE_S)
             await asyncio.sleep(RENEW_EVERY_S)

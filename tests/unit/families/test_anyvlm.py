@@ -634,6 +634,6 @@ def test_layout_rule_that_is_wrong_for_large_images_is_refused(
     assert images.find_rule(findings).rule == "tiles_by_aspect"
     monkeypatch.setitem(layout.RULES, "tiles_by_aspect", (count_wrongly, words))
     with pytest.raises(
-        FamilyError, match=r"no known rule .*nearest aspect ratio \(\d+x\d+ becomes"
+        FamilyError, match=r"no known rule .*nearest aspect ratio \(an image of \d+x\d+ becomes"
     ):
         images.find_rule(findings)

@@ -130,7 +130,7 @@ def test_a_video_in_place_of_an_image_is_refused_by_its_first_bytes(store: Media
     url = data_url(video)
     with pytest.raises(MessageError, match=f"^{re.escape(WHERE)}: expected an image, got"):
         ImageIngestor(store).resolve(url, WHERE, takes_video=False)
-    with pytest.raises(MediaRefused, match=f"^{re.escape(WHERE)}: MP4 without a moov"):
+    with pytest.raises(MediaRefused, match=f"^{re.escape(WHERE)}: the MP4 has no moov"):
         ImageIngestor(store).resolve(url, WHERE, takes_video=True)
     assert store.count() == 0
 

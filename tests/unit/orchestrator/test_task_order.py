@@ -45,7 +45,7 @@ def test_record_follows_the_newest_groups() -> None:
     assert (record.reward, record.spread) == (0.5, 0.5)
     record.add([1.0, 1.0], False)
     assert (record.groups, record.with_signal, record.reward, record.spread) == (2, 1, 0.75, 0.25)
-    record.add([1.0, 1.0])
+    record.add([1.0, 1.0], False)
     assert record.reward == 0.875, "the newest group counts for a half"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from sightline.compute.weight_transport import find_transport
 from sightline.config import RunFile
 from sightline.config.secret_refs import resolve_secret
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, format_command
 from sightline.families import Family, load_family, load_renderer
 from sightline.families.checkpoint_files import resolve_checkpoint
 from sightline.launch.checks.model import draw_test_image
@@ -85,8 +85,8 @@ def check_teacher(config: RunFile, family: Family, teacher: Family) -> None:
     if problem:
         raise ConfigError(
             f"{where} = {address!r} does not serve this run: {problem}",
-            f"start it with `sightline serve {settings.teacher} --media ROOT`, and set [media] "
-            "root to the same ROOT",
+            f"start it with `{format_command('sightline', 'serve', settings.teacher)} --media ROOT`"
+            ", and set [media] root to the same ROOT",
         )
 
 
