@@ -1,16 +1,11 @@
-"""Resources of this machine, and the environment and lifetime of processes on it."""
+"""Resources of this machine, and the environment of processes on it."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from pathlib import Path
 
 from sightline.regular_file import read_text
-
-PR_SET_PDEATHSIG = 1
 
 
 def has_gpu() -> bool:
@@ -50,9 +45,3 @@ def build_environ(threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
