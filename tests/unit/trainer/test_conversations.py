@@ -173,7 +173,9 @@ def test_every_epoch_has_every_row_once_except_held_out_ones(
     assert len(names) == 3 and epochs[0] != epochs[1] != epochs[2]
     for split, num in ((HELD_OUT, 3), (TRAIN, 7)):
         for i in range(num):
-            assert talks.conversation(i, split).name == talks.name(i, split)
+            talk, row = talks.conversation(i, split), draw(i, split).removeprefix("row ")
+            assert talk.name == talks.name(i, split)
+            assert talk.messages == talks.row(int(row)).messages
     again = opened(tmp_path / "talks.jsonl", store, eval_fraction=0.3)
     assert again.name(15, TRAIN) == f"{epochs[2][1]} draw 15", "whatever was asked for before"
 
