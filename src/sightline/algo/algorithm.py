@@ -144,8 +144,10 @@ class Algorithm:
         return keeps or self.rewards_differ(group)
 
     def rewards_differ(self, group: GroupRewards) -> bool:
-        """Return whether the group's rewards distinguish its rollouts."""
-        return bool(np.ptp(group.rewards) > EQUAL)
+        """Return whether the group's rewards, or those of its turns, distinguish its rollouts."""
+        if not self.needs.turn_rewards:
+            return bool(np.ptp(group.rewards) > EQUAL)
+        return len({tuple(row) for row in group.require_turn_rewards()}) > 1
 
     def build_value_head(self, hidden_size: int) -> Any:
         """Return the torch module that maps hidden states (tokens, hidden) to values (tokens,).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import msgspec
@@ -118,6 +119,16 @@ def test_a_reference_a_critic_and_a_teacher_keep_groups_with_equal_rewards(needs
     assert not algorithm.has_signal(EQUAL)
     algorithm.needs = needs
     assert algorithm.has_signal(EQUAL)
+
+
+def test_turns_with_different_rewards_are_a_signal_for_credit_by_turn() -> None:
+    swapped = (np.array([1.0, 0.0]), np.array([0.0, 1.0]))
+    group = GroupRewards(np.array([0.5, 0.5]), (2, 2), swapped)
+    algorithm = Constant(AlgorithmConfig())
+    assert not algorithm.has_signal(group)
+    algorithm.needs = Needs(turn_rewards=True)
+    assert algorithm.has_signal(group)
+    assert not algorithm.has_signal(replace(group, turn_rewards=swapped[:1] * 2))
 
 
 def test_algorithm_needs_only_the_inputs_it_uses() -> None:
