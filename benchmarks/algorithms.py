@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import time
 import tomllib
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -22,26 +21,29 @@ from benchmarks.harness.warm_model import build_warm_model
 from sightline import config
 from sightline.bench.harness.workspace import add_options, run_sightline, work_folder
 from sightline.config import RunFile
+from sightline.errors import SightlineError
+from sightline.run.confidence import student_t_interval
 from sightline.run.run_dir import RunDir
 from sightline.view.events import by_step, read_events
-from sightline.wire.file import append_line
+from sightline.wire.file import append_line, read_lines, write_atomic
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TASKS = {"color_codeword": 3, "counting": 1}
 """The turns of a rollout by task."""
-ALGORITHMS = (
-    "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "ppo", "gspo", "cispo", "sapo", "dpo",
-)  # fmt: skip
-SHARED = {"kl_coef", "credit"}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "ppo")},
+    "ppo by turn": {"name": "ppo", "args": {"level": "turn"}},
+    **{name: {} for name in ("gspo", "cispo", "sapo", "dpo")},
+}
+"""Settings by the name in the table. The rollout's reward is given at its end, for all of them."""
+SHARED = {"kl_coef"}
 """Settings of a task's run file that algorithms share. They choose their own for the others."""
-UNUSED = {"dapo": {"credit"}, "reinforce++": {"credit"}, "dpo": {"kl_coef", "credit"}}
+UNUSED = {"dpo": {"kl_coef"}}
 """The shared settings that an algorithm has no use for."""
 RESULTS = "results.jsonl"
 PARTS = 4
 WINDOW = 3
 """Number of steps whose mean training reward a point of a curve shows."""
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""Student's t of a 95% interval by the number of seeds."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -50,7 +52,8 @@ class Result(msgspec.Struct, frozen=True):
     task: str
     algorithm: str
     seed: int
-    steps: int
+    sizes: tuple[int, int, int]
+    """Steps, steps of the warm-up, and held-out tasks."""
     rewards: list[float]
     rollouts: list[int]
     """Rollouts played until each step, with those that were replaced or did not train."""
@@ -73,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Trains the same fine-tuned tiny model with every algorithm on two example tasks, and "
         "prints the reward by rollouts and by seconds, with 95% intervals over the seeds. With "
-        "--out, an interrupted comparison continues where it stopped."
+        "--out, an interrupted comparison continues where it stopped. All runs of a task start "
+        "from one fine-tuned model, so the intervals do not contain its variance."
     )
     parser.add_argument("--out", type=Path, help="folder of the runs and results")
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=TASKS)
@@ -87,13 +91,16 @@ def run(args: argparse.Namespace) -> int:
     cells = [*product(args.tasks, args.algorithms, range(args.seeds))]
     with nullcontext(args.out) if args.out else work_folder(args, needs_model=False) as folder:
         folder.mkdir(parents=True, exist_ok=True)
-        results = {one.key: one for one in _read_results(folder / RESULTS, args.steps)}
+        results = {one.key: one for one in _read_results(folder / RESULTS, _get_sizes(args))}
         missing = [cell for cell in cells if cell not in results]
         for task in dict.fromkeys(task for task, _, _ in missing):
             _warm_up(folder / task, task, args.warmup_steps)
         with ThreadPoolExecutor(args.jobs) as pool:
             played = pool.map(lambda cell: _play(folder, cell, args), missing)
             for number, result in enumerate(played, 1):
+                if isinstance(result, SightlineError):
+                    print(f"{number}/{len(missing)} failed: {result}", flush=True)
+                    continue
                 append_line(folder / RESULTS, msgspec.json.encode(result))
                 results[result.key] = result
                 print(
@@ -102,17 +109,22 @@ def run(args: argparse.Namespace) -> int:
                     f"{result.seconds[-1]:.0f} s",
                     flush=True,
                 )
-    shown = [results[cell] for cell in cells]
-    print("\n".join(line for task in args.tasks for line in show_task(task, shown)))
-    return 0
+    complete = [results[cell] for cell in cells if cell in results]
+    tasks = [task for task in args.tasks if any(result.task == task for result in complete)]
+    print("\n".join(line for task in tasks for line in show_task(task, complete)))
+    return int(len(complete) < len(cells))
 
 
-def _read_results(path: Path, steps: int) -> list[Result]:
-    if not path.exists():
-        return []
-    lines = path.read_bytes().splitlines()
+def _get_sizes(args: argparse.Namespace) -> tuple[int, int, int]:
+    return args.steps, args.warmup_steps, args.eval_tasks
+
+
+def _read_results(path: Path, sizes: tuple[int, int, int]) -> list[Result]:
+    """Return the results of runs of the same sizes, and remove a torn last line."""
+    lines = read_lines(path)
+    write_atomic(path, b"".join(line + b"\n" for line in lines))
     results = [msgspec.json.decode(line, type=Result) for line in lines]
-    return [result for result in results if result.steps == steps]
+    return [result for result in results if result.sizes == sizes]
 
 
 def _warm_up(folder: Path, task: str, steps: int) -> None:
@@ -127,10 +139,21 @@ def _warm_up(folder: Path, task: str, steps: int) -> None:
     build_warm_model(folder, values)
 
 
-def _play(folder: Path, cell: tuple[str, str, int], args: argparse.Namespace) -> Result:
+def _play(
+    folder: Path, cell: tuple[str, str, int], args: argparse.Namespace
+) -> Result | SightlineError:
+    """Return the result of a run, or its error: the other runs go on."""
+    try:
+        return _run_cell(folder, cell, args)
+    except SightlineError as error:
+        return error
+
+
+def _run_cell(folder: Path, cell: tuple[str, str, int], args: argparse.Namespace) -> Result:
     task, algorithm, seed = cell
     values: dict[str, Any] = tomllib.loads((EXAMPLES / task / "cpu.toml").read_text())
-    name = f"{task}-{algorithm.replace('+', 'p')}-{seed}-{time.time_ns()}"
+    label = algorithm.replace("+", "p").replace(" ", "_")
+    name = f"{task}-{label}-{seed}-{time.time_ns()}"
     values["run"] = {"name": name, "dir": str(folder), "seed": seed, "steps": args.steps}
     values["model"]["path"] = str((folder / task / "warm").resolve())
     values["eval"] = {"tasks": args.eval_tasks}
@@ -139,7 +162,7 @@ def _play(folder: Path, cell: tuple[str, str, int], args: argparse.Namespace) ->
     if algorithm == "dapo":
         longest = TASKS[task] * values["rollout"]["max_tokens"]
         settings["args"] = {"max_sampled_tokens": longest}
-    values["algorithm"] = {"name": algorithm, **settings}
+    values["algorithm"] = {"name": algorithm, **settings, **ALGORITHMS[algorithm]}
     file = config.validate_config(RunFile, values, name)
     run_sightline("rl", folder / f"{name}.toml", config.dump_toml(file), "--plain")
     events = [*read_events(RunDir(folder / f"{name}-001").metrics)]
@@ -147,7 +170,7 @@ def _play(folder: Path, cell: tuple[str, str, int], args: argparse.Namespace) ->
     steps = [event.values for event in by_step(events, "step").values()]
     return Result(
         *cell,
-        args.steps,
+        _get_sizes(args),
         [step["reward"] for step in steps],
         [sum(step["verdicts"].values()) for step in steps],
         [step["seconds_total"] for step in steps],
@@ -168,7 +191,7 @@ def show_task(task: str, results: Iterable[Result]) -> Iterator[str]:
     heads = [f"{rollouts * mark:,.0f} rollouts" for mark in marks]
     heads += [f"{seconds * mark:.0f} s" for mark in marks]
     first = next(iter(by_name.values()))[0]
-    yield f"\n{task}: {first.steps} steps, held-out reward {first.start:.3f} at the start\n"
+    yield f"\n{task}: {first.sizes[0]} steps, held-out reward {first.start:.3f} at the start\n"
     yield f"| algorithm | held-out reward | {' | '.join(heads)} | s/step |"
     yield f"|---|{'---:|' * (len(heads) + 2)}"
     for name, runs in sorted(by_name.items(), key=lambda one: -fmean(r.final for r in one[1])):
@@ -184,5 +207,5 @@ def format_interval(values: Sequence[float]) -> str:
     """Return the mean with its 95% interval, which a single value does not have."""
     if len(values) < 2:
         return f"{fmean(values):.3f}"
-    t = T_95.get(len(values), 1.96)
-    return f"{fmean(values):.3f} ± {t * stdev(values) / math.sqrt(len(values)):.3f}"
+    low, high = student_t_interval(values)
+    return f"{fmean(values):.3f} ± {(high - low) / 2:.3f}"
