@@ -74,6 +74,23 @@ def test_a_missing_teacher_is_refused(refuse) -> None:
     assert "teacher' is no folder with weights" in message
 
 
+def test_teacher_with_another_vocabulary_is_refused(refuse, tmp_path: Path) -> None:
+    write_tiny("glm_v", tmp_path / "teacher", seed=0)
+    settings = '[algorithm]\nname = "distill"\nteacher = "teacher"\n'
+    message = refuse(settings)
+    assert "has another vocabulary than the policy: token" in message
+    assert "has another vocabulary" in refuse(settings + 'teacher_server = "http://127.0.0.1:9"\n')
+
+
+def test_teachers_server_that_does_not_answer_is_refused(refuse, tmp_path: Path) -> None:
+    write_tiny("qwen_vl", tmp_path / "teacher", seed=7)
+    message = refuse(
+        '[algorithm]\nname = "distill"\nteacher = "teacher"\n'
+        'teacher_server = "http://127.0.0.1:9"\n'
+    )
+    assert "[algorithm] teacher_server: http://127.0.0.1:9 does not answer" in message
+
+
 def test_unwritable_store_is_refused(refuse, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file, no folder")
     assert "occupied" in refuse("", f"media.root={tmp_path / 'occupied'}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import urllib.error
 import urllib.request
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sightline.compute.weight_transport import find_transport
@@ -16,7 +18,7 @@ from sightline.errors import ConfigError, format_command
 from sightline.families import Family, load_family, load_renderer
 from sightline.families.checkpoint_files import resolve_checkpoint
 from sightline.launch.checks.model import draw_test_image
-from sightline.media import is_address, open_store
+from sightline.media import MediaStore, is_address, open_store
 from sightline.media.remote import START_DEADLINE_S
 from sightline.orchestrator.teacher import LEASE as TEACHER_LEASE
 from sightline.render import check_vocabularies
@@ -38,8 +40,8 @@ def check_engine(config: RunFile, family: Family, run_dir: RunDir) -> str:
     load_engine(config.inference.engine).check(answering, family)
     check_external_servers(answering, family)
     check_server_files(answering, family, run_dir)
-    if config.algorithm.teacher_server:
-        check_teacher(config, family, load_family(resolve_checkpoint(config.algorithm.teacher)))
+    if config.algorithm.teacher:
+        check_teacher(config, family)
     return ", ".join(config.inference.servers) or config.inference.engine
 
 
@@ -57,15 +59,19 @@ def check_external_servers(config: RunFile, family: Family) -> None:
         engine.check_server(config, family, address, partial(_request_json, address, token=token))
 
 
-def check_teacher(config: RunFile, family: Family, teacher: Family) -> None:
-    """Raise if the teacher's server does not suit the run, or has another vocabulary."""
+def check_teacher(config: RunFile, family: Family) -> None:
+    """Raise if the teacher has another vocabulary, or if its server does not suit the run."""
     settings, where = config.algorithm, "[algorithm] teacher_server"
-    store = open_store(config.media.root, **config.media.store_options())
-    check_vocabularies(
-        load_renderer(config.model.path, store, family),
-        load_renderer(resolve_checkpoint(settings.teacher), store, teacher),
-        f"[algorithm] teacher = {settings.teacher!r}",
-    )
+    teacher = load_family(path := resolve_checkpoint(settings.teacher))
+    with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
+        store = MediaStore(Path(folder))
+        check_vocabularies(
+            load_renderer(config.model.path, store, family),
+            load_renderer(path, store, teacher),
+            f"[algorithm] teacher = {settings.teacher!r}",
+        )
+    if not settings.teacher_server:
+        return
     address = settings.teacher_server
     token = resolve_secret(settings.teacher_token, "[algorithm] teacher_token")
     health = _request_json(address, "/health", token, where=where)
