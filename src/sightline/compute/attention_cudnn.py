@@ -87,8 +87,8 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Ten
 def pad_rows(
     starts: Int[np.ndarray, " rows"], ends: Int[np.ndarray, " rows"], length: int
 ) -> tuple[Int[np.ndarray, "rows length"], Bool[np.ndarray, "rows length"]]:
-    """Return the rows' tokens as a rectangle, and a mask of the real ones. A row is padded with its
-    first token."""
+    """Return the rows' token indices as a rectangle, and a mask of the real ones. Padding repeats a
+    row's first token."""
     tokens = starts[:, None] + np.arange(length)
     is_real = tokens < ends[:, None]
     return np.where(is_real, tokens, starts[:, None]), is_real

@@ -1,4 +1,4 @@
-"""Versions published as LoRA adapters: matrices A and B that change a base's W to W + s B A.
+"""Versions published as LoRA adapters: matrices A and B change a base weight W to W + s B A.
 
     tensors of a version: W.lora_A (r, in), W.lora_B (out, r) for each adapted W,
                           and the parameters that train without adapters
@@ -112,8 +112,8 @@ class AdapterBase:
 
 
 def write_merged(version: list[Path], adapter: Adapter, base: list[Path], target: Path) -> str:
-    """Merge the files of a version into those of its base. What trained gets the version's dtype,
-    which may be more precise than the base's.
+    """Merge a version's files into its base's files. Trained tensors get the version's dtype, which
+    may be more precise than the base's.
 
     Return the digest of the file `target`. The host holds one merged tensor at a time.
     """

@@ -1,4 +1,4 @@
-"""A client for any OpenAI endpoint."""
+"""A client for OpenAI-compatible chat endpoints."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def read_rights(run_dir: RunDir, name: str) -> Rights:
 @contextmanager
 def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
     """Lock the directory while the launcher is alive. The lock file names the launcher's process
-    and machine. The system releases the lock in any case when the launcher ends."""
+    and machine. The system releases the lock when the launcher ends, even after a crash."""
     with open_file(run_dir.lock, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

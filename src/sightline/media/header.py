@@ -54,8 +54,8 @@ class ImageLimits(msgspec.Struct, frozen=True):
     max_video_pixels: int = 4_000_000_000
     """Maximum number of pixels of all frames of a video together."""
     max_decode_s: float = 60.0
-    """Maximum processor time: for the videos of a request when they are put, and for reading the
-    frames of one."""
+    """Maximum processor time for all videos that a request puts, and for each pass that reads a
+    file's frames."""
 
     def __post_init__(self) -> None:
         if min(msgspec.structs.astuple(self)) <= 0:

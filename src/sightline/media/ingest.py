@@ -72,7 +72,7 @@ class UrlRefCache:
 
 
 class ImageIngestor:
-    """Stores images from the sources that the run allows. Blocks while it reads or downloads."""
+    """Stores images from the sources that the run allows. Its methods block while they read."""
 
     def __init__(
         self,

@@ -169,7 +169,7 @@ class ServerPool:
 
     @property
     def reports(self) -> list[ServerStatus]:
-        """The state of each server."""
+        """The status of each server."""
         return [server.status for server in self.servers.values()]
 
     async def apply(

@@ -93,7 +93,7 @@ class ModelChat(ABC):
         return ref
 
     def put_images(self, messages: Any) -> Any:
-        """Replace each image in the messages by its ref. Call this in a thread."""
+        """Replace each image in the messages by its ref. Blocks, so call this in a thread."""
 
         def put(image: Any) -> MediaRef:
             return self._next_swapped_image() if self.swapped_images else self.store.put(image)

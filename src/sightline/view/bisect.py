@@ -30,11 +30,11 @@ SETTINGS, DATA, PIXELS, WEIGHTS = "settings", "data", "pixels", "weights"
 SEED, KERNELS = "sampling seed", "kernels"
 CAUSES = {
     SETTINGS: "the run files differ",
-    DATA: "the environment gives other tasks, messages, images or rewards",
-    PIXELS: "equal images become other pixels",
-    WEIGHTS: "equal inputs meet other weights",
-    SEED: "equal inputs and weights are sampled with other seeds",
-    KERNELS: "equal inputs, weights and seeds are computed to other values",
+    DATA: "the environment gives different tasks, messages, images or rewards",
+    PIXELS: "the same image gives different pixels",
+    WEIGHTS: "the inputs are equal, but the weights differ",
+    SEED: "equal inputs and weights are sampled with different seeds",
+    KERNELS: "equal inputs, weights and seeds give different values",
 }
 """The causes, in the order in which they are checked, with what each means."""
 INEXACT = "with [model] exact = false, values also depend on what is computed together"

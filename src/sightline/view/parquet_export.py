@@ -72,7 +72,7 @@ _COPIED = ("group_id", "env", "task", "split", "reward", "error", "num_tokens", 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which rollouts are written, or which pairs. The default is all rollouts."""
+    """The rollouts or pairs to write. By default, all rollouts."""
 
     best: int | None = None
     """Number of rollouts per group, those with the highest rewards."""

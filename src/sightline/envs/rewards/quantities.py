@@ -96,7 +96,7 @@ def number(
 
     `relative` is a fraction of the reference, and `absolute` is in its unit. If the reference has a
     unit, other units of its dimension are converted, and a number without a unit is assumed to be
-    in the reference's, unless `needs_unit`. Words that are no unit do not count ("5 because"). If
+    in the reference's, unless `needs_unit`. Words that are not units are ignored ("5 because"). If
     the reference's unit is such a word ("5 apples"), others earn 0. If it has none, the answer's
     unit is ignored.
     """
