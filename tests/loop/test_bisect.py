@@ -76,7 +76,7 @@ def first(home: Path) -> Path:
         pytest.param(("run.seed=5",), "sampling seed: ", id="seed"),
         pytest.param(
             ("model.path=other",),
-            "weights: equal inputs meet other weights",
+            "weights: the inputs are equal, but the weights differ",
             id="tower",
             marks=pytest.mark.thorough,
         ),

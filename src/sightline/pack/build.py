@@ -54,7 +54,7 @@ def _concatenate(arrays: Sequence[Array | None]) -> Array | None:
 
 
 def _lay_out_routes(samples: Sequence[Sample], builder: _MicroBatchBuilder) -> Array | None:
-    """Return the routes of all tokens. A shared token has those of the first sample that has any."""
+    """Return the routes of all tokens. A shared token has those of the first sample with any."""
     known = next((sample.routes for sample in samples if sample.routes is not None), None)
     if known is None:
         return None

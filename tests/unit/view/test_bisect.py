@@ -144,7 +144,7 @@ def test_another_vision_tower_and_another_seed_are_told_apart(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"first difference: step 2, trace {TRACE}, token ")
     assert lines[1].startswith(f"  {runs[0].path}: ") and lines[2] == f"  {runs[1].path}: 1"
-    assert lines[3] == "cause: weights: equal inputs meet other weights"
+    assert lines[3] == "cause: weights: the inputs are equal, but the weights differ"
 
 
 def test_differences_of_the_trainer_are_found(runs: Runs) -> None:
