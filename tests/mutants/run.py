@@ -120,7 +120,7 @@ def run_tests(copy: Path, tests: Sequence[str], **environment: str) -> Ended:
     ]
     process = PROCESSES.Process(target=run_pytest, args=(copy, words, environment))
     process.start()
-    process.join(TIMEOUT_S)
+    process.join(TIMEOUT_S + 10 * len(tests))
     process.kill()
     process.join()
     failed, message = "", ""

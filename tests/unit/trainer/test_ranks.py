@@ -260,7 +260,7 @@ def test_idle_process_is_not_stuck() -> None:
 STUCK = """
 import time
 from sightline.trainer.watchdog import StallWatchdog
-watchdog = StallWatchdog(0.2, tell=print)
+watchdog = StallWatchdog(0.2, tell=lambda problem: print(problem, flush=True))
 watchdog.enter("the export", min_limit_s=60)
 time.sleep(0.5)
 watchdog.idle()
