@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
+import sys
 from pathlib import Path
 
 import making
@@ -53,9 +53,8 @@ def test_missing_torchvision_is_named_in_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_kind("lfm2_vl", tmp_path / "model")
-    folders = os.environ["PYTHONPATH"].split(os.pathsep)
-    left = [folder for folder in folders if not (Path(folder) / "torchvision").is_dir()]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(left))
+    left = [folder for folder in sys.path if not (Path(folder) / "torchvision").is_dir()]
+    monkeypatch.setattr(sys, "path", left)
     answer = _try_in_process(tmp_path / "model")
     assert "with torchvision only, which is not installed here" in answer.problem
     assert "install the torchvision" in answer.fix
