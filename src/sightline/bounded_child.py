@@ -46,7 +46,13 @@ def limit_cpu(seconds: int) -> None:
     """Let the kernel end this process after `seconds` more of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (_get_lower(limit, hard), hard))
+
+
+def _get_lower(limit: int, hard: int) -> int:
+    """Return the lower limit: a process may not raise the hard limit that it inherited."""
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
 
 
 def write_frame(stream: BinaryIO, message: dict[str, Any]) -> None:
@@ -74,7 +80,8 @@ def main() -> None:
         sys.exit(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        lower = _get_lower(memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1])
+        resource.setrlimit(resource.RLIMIT_DATA, (lower, lower))
     if cpu_s:
         limit_cpu(cpu_s)
     sys.argv = sys.argv[4:]

@@ -28,7 +28,8 @@ from tests.transformers_types.trial import ERROR, NATIVE, REFUSED, TRAINS, UNBUI
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "transformers_types.md"
-TRIED = [ROOT / "src" / "sightline" / "families", ROOT / "src" / "sightline" / "compute"]
+SOURCE = ROOT / "src" / "sightline"
+TRIED = [SOURCE / name for name in ("families", "compute", "pixels", "render", "bounded_child.py")]
 RESULTS = ROOT / "build" / "transformers_types"
 MARKS = ("<!-- begin: made by `make types` -->", "<!-- end -->")
 LIMIT_S = 300
@@ -44,7 +45,8 @@ def list_types() -> list[str]:
 
 def list_tried_files() -> list[Path]:
     """Return the files that decide the results."""
-    files = (f for folder in (*TRIED, Path(__file__).parent) for f in folder.rglob("*.*"))
+    tried = (*TRIED, Path(__file__).parent)
+    files = (f for path in tried for f in (path.rglob("*.*") if path.is_dir() else [path]))
     return sorted(f for f in files if f.is_file() and f.suffix != ".pyc")
 
 

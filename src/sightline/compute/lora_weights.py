@@ -73,12 +73,14 @@ def resolve_parameter(
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
     """Return a digest of names, shapes and bits (as `dtype` if given), independent of the order."""
-    digests = {}
+    sums = {}
     for name, tensor in tensors:
-        total = int(sum_words(tensor.detach().to(resolve_dtype(tensor, dtype))))
-        digests[name] = f"{name}:{tuple(tensor.shape)}:{total}"
+        total = sum_words(tensor.detach().to(resolve_dtype(tensor, dtype)))
+        sums[f"{name}:{tuple(tensor.shape)}"] = total
         del tensor  # before the next one is gathered
-    return hashlib.sha256("\n".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
+    totals = torch.stack([*sums.values()]).tolist() if sums else []  # waits for the device once
+    lines = sorted(f"{described}:{total}" for described, total in zip(sums, totals, strict=True))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def is_base(base: NamedTensors, adapter: Adapter, trained: frozenset[str]) -> bool:

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -138,7 +139,7 @@ class TemplateChild:
                 self._stop()
                 return {"problem": f"it did not finish within {self._deadline_s:g} s"}
             except (OSError, EOFError):
-                status = self._stop()
+                status = self._stop(grace_s=1.0)  # it ends by itself
             else:
                 self._sent.add(key)
                 return answer
@@ -160,11 +161,13 @@ class TemplateChild:
             )
             self._stream = cast(BinaryIO, parent_end.makefile("rwb"))  # keeps the socket open
 
-    def _stop(self) -> int:
-        """End the child, and return its status."""
+    def _stop(self, grace_s: float = 0.0) -> int:
+        """End the child after `grace_s`, and return its status."""
         process, self._process, self._sent = self._process, None, set()
         if process is None or self.owner != os.getpid():
             return 0
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
         process.kill()
         try:
             self._stream.close()

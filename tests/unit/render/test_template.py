@@ -59,6 +59,17 @@ def test_child_that_was_killed_is_started_again() -> None:
     assert child.ask("plain", PLAIN, {"messages": TALK}) == "<hi>"
 
 
+def test_child_starts_below_an_inherited_limit_on_processor_time() -> None:
+    """As with `ulimit -t`, or under a batch system."""
+    code = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (300, 300))\n"
+        "from sightline.render.template import TemplateChild\n"
+        "print(TemplateChild().ask('a', '{{ 1 + 1 }}', {}))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"2\n"
+
+
 def test_child_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIGHTLINE_SECRET", "do-not-pass-this-on")
     child = TemplateChild()

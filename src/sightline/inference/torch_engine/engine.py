@@ -340,12 +340,12 @@ class TorchEngine(Engine):
     def _apply_swap(self, swap: _WeightSwap) -> None:
         old, new = self.manifest, swap.manifest
         seeing = [name for name, _ in self.runner.forward.vision_parameters()]
+        # A version that is computed again may have the same number and other bits.
+        has_new_number = old.vision_version != new.vision_version
         try:
-            before = self._weights.digest(seeing)
+            before = "" if has_new_number else self._weights.digest(seeing)
             if self._weights.adopt(new.adapter, swap.tensors) and self.runner.decoder is not None:
                 self.runner.decoder.drop_graphs()
-            # A version that is computed again may have the same number and other bits.
-            has_new_number = old.vision_version != new.vision_version
             is_vision_new = has_new_number or self._weights.digest(seeing) != before
         except Exception as error:  # goes to the caller; the weights do not change
             swap.done.set_exception(error)

@@ -216,7 +216,8 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
     time. Batches are small in comparison."""
     sizes, settings = measure_files(config), config.trainer
     # One more than is kept, because the next is written before the oldest is deleted.
-    checkpoints = settings.keep_checkpoints + 1
+    written_in_all = -(-config.run.steps // settings.checkpoint_every)
+    checkpoints = min(settings.keep_checkpoints + 1, written_in_all)
     if settings.keep_checkpoints_every:
         checkpoints += config.run.steps // settings.keep_checkpoints_every
     num_bytes, exports = checkpoints * sizes.checkpoint, 1
