@@ -70,6 +70,25 @@ class JudgeModel:
 
     async def ask(self, messages: Messages, read: ReadImage) -> str:
         """Return the judge's answer. `read` returns the bytes of an image, as `chat.get` does."""
+        sampling = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        answer = await self._post("/chat/completions", messages, read, sampling)
+        try:
+            return read_completion(answer).text
+        except EngineError as error:
+            raise JudgeFailed(f"the judge {self.model}: {error.problem}", error.fix) from error
+
+    async def rate(self, messages: Messages, read: ReadImage) -> float:
+        """Return the reward of a conversation from a reward model on `sightline serve`."""
+        reward = (await self._post("/reward", messages, read, {})).get("reward")
+        if not isinstance(reward, float) or not math.isfinite(reward):
+            problem = f"the reward model at {self.base_url} gave the reward {reward!r}"
+            raise JudgeFailed(problem, "see the server's log")
+        return reward
+
+    async def _post(
+        self, path: str, messages: Messages, read: ReadImage, fields: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Send a conversation. Raise JudgeFailed if all tries fail."""
 
         def encode() -> list[dict[str, Any]]:
             return [
@@ -93,10 +112,7 @@ class JudgeModel:
             token=resolve_secret(self.api_key, "api_key of the judge"),
         )
         try:
-            answer = await client.complete(
-                sent, None, max_tokens=self.max_tokens, temperature=self.temperature
-            )
-            return read_completion(answer).text
+            return await client.post(path, {"messages": sent, **fields})
         except EngineError as error:
             raise JudgeFailed(
                 f"the judge {self.model} at {self.base_url} failed {client.num_requests} "

@@ -55,10 +55,13 @@ class OpenAIClient(RetryingClient):
         self, messages: list[dict[str, Any]], tools: Tools | None, **sampling: Any
     ) -> dict[str, Any]:
         """Request a chat completion. `sampling` has request fields such as temperature."""
-        body = {"model": self.model, "messages": messages, **sampling}
-        if tools:
-            body["tools"] = list(tools)
-        return await self._request_json("POST", "/chat/completions", msgspec.json.encode(body))
+        fields = {"messages": messages, **sampling, **({"tools": list(tools)} if tools else {})}
+        return await self.post("/chat/completions", fields)
+
+    async def post(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON answer to a request about the model."""
+        body = msgspec.json.encode({"model": self.model, **fields})
+        return await self._request_json("POST", path, body)
 
     async def choose_model(self, timeout_s: float = FIRST_ANSWER_TIMEOUT_S) -> None:
         """Wait until the endpoint answers. If no model is set, choose its only model."""

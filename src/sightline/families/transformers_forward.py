@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, vision_utils
 
@@ -26,6 +27,9 @@ from sightline.families.experts import ExpertRouting, check_auxiliary_loss, grou
 from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
 from sightline.families.protocol import Grid
 from sightline.families.rope import pin_frequencies
+from sightline.regular_file import check_file
+
+REWARD_HEAD = "score.weight"
 
 
 class TextForward:
@@ -244,7 +248,11 @@ def load_model(
             )
         # transformers gives these parameters random values, which differ between processes.
         reshaped = {name for name, *_ in loaded["mismatched_keys"]}
-        if missing := sorted(loaded["missing_keys"] | reshaped):
+        missing_keys = loaded["missing_keys"]
+        if REWARD_HEAD in loaded["unexpected_keys"]:
+            _add_reward_head(model, path)
+            missing_keys = missing_keys - {"lm_head.weight"}  # a reward model has none
+        if missing := sorted(missing_keys | reshaped):
             raise FamilyError(
                 f"{path}: {len(missing)} parameters have no weights, or weights of a different "
                 f"shape, such as {missing[0]!r}",
@@ -257,6 +265,21 @@ def load_model(
     # Set after loading, because transformers treats a name with "flash" as a package.
     model.config._attn_implementation = attention
     return model
+
+
+def _add_reward_head(model: Any, path: Path) -> None:
+    """Read the head of a sequence classification checkpoint with one label into `model.score`."""
+    files = sorted(path.glob("*.safetensors"))
+    opened = [safe_open(check_file(file), framework="pt") for file in files]
+    weight = next(file.get_tensor(REWARD_HEAD) for file in opened if REWARD_HEAD in file.keys())
+    width = model.config.get_text_config().hidden_size
+    if weight.shape != (1, width):
+        raise FamilyError(
+            f"{path}: {REWARD_HEAD} has the shape {[*weight.shape]}, but a reward has [1, {width}]",
+            "use a classification checkpoint with one label",
+        )
+    model.score = nn.Linear(width, 1, bias=False)
+    model.score.weight = nn.Parameter(weight.to(model.dtype))
 
 
 def _build_empty(auto: Any, path: Path, dtype: torch.dtype) -> Any:

@@ -2,6 +2,8 @@
 
     POST /v1/chat/completions, /v1/responses
          --> images into the store --> render --> generate --> parse
+    POST /v1/reward
+         --> images into the store --> render --> a reward model's reward for the conversation
     GET  /v1/models
 
 The family's renderer builds prompts and parses answers. Images are stored and replaced by refs. The
@@ -40,6 +42,7 @@ from sightline.rollout.openai_http import (
     models_response,
 )
 from sightline.rollout.stop_strings import read_answer
+from sightline.transport.http_server import json_response
 from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, SamplingParams
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "n")
@@ -61,7 +64,8 @@ class ChatEndpoint:
         routes = [Route("/v1/models", self._models)]
         for path, kind in DIALECTS.items():
             routes.append(Route(path, partial(self._answer, kind, generate), methods=["POST"]))
-        return routes
+        reward = answer_errors(partial(self._reward, generate), chat_error_response)
+        return [*routes, Route("/v1/reward", reward, methods=["POST"])]
 
     async def _models(self, http: Request) -> Response:
         return models_response(self.model, max_model_len=self.max_model_len)
@@ -89,10 +93,25 @@ class ChatEndpoint:
         answer = await asyncio.to_thread(self._build_response, chat_request, request, response)
         return completion_response(chat_request, answer, dialect)
 
-    def _read_request(self, dialect: ChatDialect, body: bytes) -> tuple[ChatRequest, Rendered]:
-        chat_request = read_chat_request(body, SERVER_UNSUPPORTED, self.max_model_len, dialect)
-        rendered = self.renderer.render(chat_request.messages, chat_request.offered_tools)
-        return chat_request, rendered
+    async def _reward(self, generate: GenerateFunction, http: Request) -> Response:
+        body = await read_body(http)
+        asked, rendered = await asyncio.to_thread(self._read_request, ChatDialect(), body, False)
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=None, reward=True)
+        request = GenerateRequest.of(
+            rendered.token_ids, rendered.slots, params, self.modality, model=asked.model or None
+        )
+        response = await generate(request, http)
+        assert response.sightline is not None
+        reward = response.sightline.reward
+        usage = {"prompt_tokens": len(rendered.token_ids)}
+        return json_response({"model": asked.model or self.model, "reward": reward, "usage": usage})
+
+    def _read_request(
+        self, dialect: ChatDialect, body: bytes, is_answered: bool = True
+    ) -> tuple[ChatRequest, Rendered]:
+        asked = read_chat_request(body, SERVER_UNSUPPORTED, self.max_model_len, dialect)
+        rendered = self.renderer.render(asked.messages, asked.offered_tools, is_answered)
+        return asked, rendered
 
     def _build_sampling_params(self, asked: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
         values = {name: getattr(asked, name) for name in SAMPLING}

@@ -44,6 +44,8 @@ class EngineRequest(ValidatedRequest):
     digests: dict[str, str] = field(default_factory=dict)
     """Pixel digests of the request's images, by key."""
     cached_tokens: int = 0
+    reward: float | None = None
+    """The reward of the prompt, if requested."""
     prompt_logprobs: np.ndarray | None = None
     """float32 (tokens,) if requested; NaN for tokens without a logprob."""
     routes: np.ndarray | None = None

@@ -290,7 +290,9 @@ def build_response(checked: ValidatedRequest, requests: list[EngineRequest]) -> 
     return GenerateResponse(
         request_id=checked.request_id,
         choices=[_build_choice(i, r, wants_logprobs) for i, r in enumerate(requests)],
-        sightline=wire.SightlineFields([first.digests[k] for k in first.keys], first.cached_tokens),
+        sightline=wire.SightlineFields(
+            [first.digests[k] for k in first.keys], first.cached_tokens, first.reward
+        ),
         prompt_logprobs=_build_prompt_logprobs(first),
     )
 

@@ -198,6 +198,8 @@ def _find_faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str,
         yield "logprobs", "0 for the sampled tokens, or null for none"
     if params.prompt_logprobs not in (None, 0):
         yield "prompt_logprobs", "0 for the prompt's tokens, or null for none"
+    if params.reward and params.max_tokens != 1:
+        yield "max_tokens", "1 for a reward: a reward model samples no text"
     if params.routes_from is not None and params.routes_from < 0:
         yield "routes_from", "the index of a token, or null for none"
     if not 1 <= params.n <= MAX_CHOICES:

@@ -11,7 +11,9 @@ from sightline.compute.checkpoint_files import open_checkpoint
 from sightline.compute.model import load_model
 from sightline.compute.weight_transport import WeightTransport, find_transport
 from sightline.config import LoraConfig, ModelConfig, RunFile
+from sightline.errors import FamilyError
 from sightline.families import Family, Forward
+from sightline.families.transformers_forward import REWARD_HEAD
 from sightline.rollout.engines import load_engine
 from sightline.trainer.lora import add_adapters, plain_parameters
 
@@ -25,6 +27,11 @@ def load_policy(
     exact: tuple[str, str] | None = None,
 ) -> Forward:
     """Load the model to the device `place`. Freeze the weights that do not train."""
+    if REWARD_HEAD in open_checkpoint(Path(model.path)):
+        raise FamilyError(
+            f"{model.path} is a reward model: its weights contain {REWARD_HEAD}",
+            "train a language model, and serve the reward model with `sightline serve`",
+        )
     forward = load_model(model.path, family, place, model.dtype, exact)
     if lora.rank:
         add_adapters(forward, lora, model.train_vision, seed)

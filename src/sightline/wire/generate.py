@@ -35,6 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     """0 for the logprob of each sampled token, or null for none."""
     prompt_logprobs: int | None = None
     """0 for the logprobs of the prompt's tokens, or null for none."""
+    reward: bool = False
+    """Whether to return the reward that a reward model gives the prompt. `max_tokens` is then 1."""
     routes_from: int | None = None
     """The prompt's first token whose experts the answer reports, or null for none."""
     n: int = 1
@@ -165,6 +167,8 @@ class SightlineFields(msgspec.Struct, frozen=True):
     """Digests of the engine's pixels, one per slot of the request."""
     cached_tokens: int = 0
     """Prompt tokens that the engine found in its KV cache."""
+    reward: float | None = None
+    """The reward of the prompt, if requested."""
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):

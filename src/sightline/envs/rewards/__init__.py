@@ -34,6 +34,7 @@ REWARDS = {
     "json": "structures:json_overlap",
     "json_schema": "structures:json_schema",
     "judge": "judge:Judge",
+    "reward_model": "judge:RewardModel",
 }
 """Built-in rewards, by the names that run files use."""
 _CONTEXT = ("row", "chat")

@@ -1,11 +1,14 @@
-"""The reward of a judge model, with a cache."""
+"""The rewards of judge models and reward models, with a cache."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from sightline.envs.judge_model import JudgeModel
 from sightline.message import user
@@ -37,9 +40,7 @@ class Judge:
     ) -> None:
         self._model = JudgeModel(base_url, model, api_key, **options)
         self._question, self._images = question, tuple(images)
-        self._low, self._high, self._cache_size = low, high, cache_size
-        self._scores: OrderedDict[tuple[Any, ...], asyncio.Future[float]] = OrderedDict()
-        """Scores by question and images, including those that the judge is still asked for."""
+        self._low, self._high, self._scores = low, high, _Cache(cache_size)
 
     async def __call__(
         self, answer: str, expected: Any, row: Mapping[str, Any], chat: Any
@@ -49,17 +50,46 @@ class Judge:
         question = question.format_map({**row, **values})
         cells = [row.get(column) for column in self._images]
         refs = [r for cell in cells for r in (cell if isinstance(cell, list) else [cell]) if r]
+        work = partial(self._model.score, [user(*refs, question)], chat.get, self._low, self._high)
+        return await self._scores.get((question, *(ref.digest for ref in refs)), work)
+
+
+class RewardModel:
+    """Asks a reward model on `sightline serve` for the reward of the rollout's conversation.
+
+    Equal conversations are rated once. Failures are as for `Judge`.
+    """
+
+    def __init__(
+        self, base_url: str, model: str = "", api_key: str = "", cache_size: int = 10_000,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self._model = JudgeModel(base_url, model, api_key, **options)
+        self._rewards = _Cache(cache_size)
+
+    async def __call__(self, answer: str, expected: Any, chat: Any) -> float:
+        talk = chat.history
+        work = partial(self._model.rate, talk, chat.get)
+        return await self._rewards.get(msgspec.json.encode(talk), work)
+
+
+class _Cache:
+    """The newest scores, and those that are still being computed, which others wait for too."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._scores: OrderedDict[tuple[Any, ...], asyncio.Future[float]] = OrderedDict()
+
+    async def get(self, key: Any, work: Callable[[], Coroutine[Any, Any, float]]) -> float:
+        """Return the score `key`. The first caller computes it by `work`."""
         loop = asyncio.get_running_loop()
-        key = (loop, question, *(ref.digest for ref in refs))
-        score = self._scores.get(key)
+        score = self._scores.get((loop, key))
         if score is None:
-            messages = [user(*refs, question)]
-            work = self._model.score(messages, chat.get, self._low, self._high)
-            score = self._scores[key] = loop.create_task(work)
-            score.add_done_callback(lambda done: self._forget_failure(key, done))
-            if len(self._scores) > self._cache_size:
+            score = self._scores[loop, key] = loop.create_task(work())
+            score.add_done_callback(partial(self._forget_failure, (loop, key)))
+            if len(self._scores) > self._size:
                 self._scores.popitem(last=False)
-        return await asyncio.shield(score)  # others wait for it too
+        return await asyncio.shield(score)
 
     def _forget_failure(self, key: tuple[Any, ...], done: asyncio.Future[float]) -> None:
         if done.cancelled() or done.exception() is not None:

@@ -34,7 +34,12 @@ from sightline.compute.weight_transport import WeightReceiver
 from sightline.errors import EngineError
 from sightline.families import Family, Forward
 from sightline.inference.engine import Deliver, Engine
-from sightline.inference.errors import not_finite_error, stopping_error, to_engine_error
+from sightline.inference.errors import (
+    build_engine_error,
+    not_finite_error,
+    stopping_error,
+    to_engine_error,
+)
 from sightline.inference.server_spec import MEBIBYTE, ServerSpec
 from sightline.inference.torch_engine.model_runner import Drawn, ModelRunner, WholeRowRunner
 from sightline.inference.torch_engine.observer import EngineObserver, TorchCounters
@@ -158,6 +163,11 @@ class TorchEngine(Engine):
         return self.observer.step_s
 
     def _prepare_params(self, params: SamplingParams) -> SamplingParams:
+        if params.reward != self.runner.gives_rewards:
+            sampled = "the checkpoint is a reward model, which samples no text"
+            problem = "the checkpoint has no reward head" if params.reward else sampled
+            fix = "POST /v1/reward to a reward model, and other requests to a language model"
+            raise build_engine_error("sampling", problem, fix)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(64))
         if params.prompt_logprobs is not None:

@@ -106,6 +106,11 @@ class ModelRunner:
     def nbytes(self) -> int:
         return self.kv.nbytes
 
+    @property
+    def gives_rewards(self) -> bool:
+        """Return whether the checkpoint is a reward model."""
+        return hasattr(self.forward.model, "score")
+
     def share_prefix(self, source: int, row: int, length: int) -> None:
         self.kv.share_prefix(source, row, length)
 
@@ -266,6 +271,11 @@ class ModelRunner:
                 rows = plan.rows[plan.samples]
                 if len(rows) < len(hidden):
                     hidden = hidden[self._copy(plan.last())]
+                if self.gives_rewards:
+                    head: Any = self.forward.model.score
+                    rewards = head(hidden).squeeze(1).tolist()
+                    for row, reward in zip(rows.tolist(), rewards, strict=True):
+                        running[row].reward = reward
                 drawn.append(self._draw(rows, self.forward.logits(hidden)))
         return drawn
 

@@ -234,6 +234,9 @@ class VllmEngine(Engine):
             problem = "sampling_params.prompt_logprobs: vLLM does not mask banned ids in prompts"
             fix = "leave it out, or score with the embedded engine"
             raise build_engine_error("sampling", problem, fix)
+        if request.params.reward:
+            problem = "sampling_params.reward: rewards from vLLM are not implemented"
+            raise build_engine_error("sampling", problem, "use the embedded engine")
         if request.params.routes_from is not None:
             problem = "sampling_params.routes_from: routes from vLLM are not implemented"
             fix = "leave it out, or use the embedded engine"

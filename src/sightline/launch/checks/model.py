@@ -43,7 +43,7 @@ from sightline.rollout.player import RolloutPlayer
 from sightline.run import RunDir
 from sightline.run.machine import build_environ, runs_on_cpu
 from sightline.trainer.conversations import check_rows_for_images
-from sightline.trainer.export import measure_files
+from sightline.trainer.export import FileSizes, measure_files
 from sightline.wire.generate import GenerateRequest, GenerateResponse
 
 NUM_TASKS = 3
@@ -214,18 +214,7 @@ def check_store(
 def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SPARE_BYTES) -> str:
     """Raise if the disk cannot hold the checkpoints and published versions that exist at the same
     time. Batches are small in comparison."""
-    sizes, settings = measure_files(config), config.trainer
-    # One more than is kept, because the next is written before the oldest is deleted.
-    written_in_all = -(-config.run.steps // settings.checkpoint_every)
-    checkpoints = min(settings.keep_checkpoints + 1, written_in_all)
-    if settings.keep_checkpoints_every:
-        checkpoints += config.run.steps // settings.keep_checkpoints_every
-    num_bytes, exports = checkpoints * sizes.checkpoint, 1
-    if isinstance(config, RunFile):
-        num_bytes += (config.orchestrator.max_lag + 2) * sizes.version
-        # The best checkpoint, and its replacement while it is written.
-        exports += 2 * (config.eval.every > 0)
-    num_bytes += exports * sizes.export
+    num_bytes = count_disk_bytes(config, measure_files(config))
     # A resumed run has already written some of these files.
     written = [*run_dir.checkpoints.rglob("*.safetensors"), *run_dir.weights.rglob("*.safetensors")]
     needed = spare_bytes + num_bytes - sum(file.stat().st_size for file in written)
@@ -242,6 +231,22 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
             + (", or lower keep_checkpoints" if free > spare_bytes else ""),
         )
     return f"{needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free"
+
+
+def count_disk_bytes(config: RunFile | SftFile, sizes: FileSizes) -> int:
+    """Return the most bytes of checkpoints, versions and exports that exist at the same time."""
+    settings = config.trainer
+    # One more than is kept, because the next is written before the oldest is deleted.
+    written_in_all = -(-config.run.steps // settings.checkpoint_every)
+    checkpoints = min(settings.keep_checkpoints + 1, written_in_all)
+    if settings.keep_checkpoints_every:
+        checkpoints += config.run.steps // settings.keep_checkpoints_every
+    num_bytes, exports = checkpoints * sizes.checkpoint, 1
+    if isinstance(config, RunFile):
+        num_bytes += (config.orchestrator.max_lag + 2) * sizes.version
+        # The best checkpoint, and its replacement while it is written.
+        exports += 2 * (config.eval.every > 0)
+    return num_bytes + exports * sizes.export
 
 
 @dataclass
