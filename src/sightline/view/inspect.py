@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sightline import config
+from sightline.algo.verdicts import NO_SIGNAL, TRAIN
 from sightline.config import RunFile
 from sightline.errors import WireError
 from sightline.families import load_family
@@ -30,7 +31,8 @@ from sightline.media import MediaRef, open_store
 from sightline.pack import PackSize, pack, truncate
 from sightline.regular_file import read_bytes
 from sightline.run.run_dir import RunDir
-from sightline.trace import Node, flatten, read_traces
+from sightline.trace import Node, Trace, flatten, read_traces
+from sightline.view.dashboard.trace_files import read_verdicts
 from sightline.view.run_files import get_run_dir
 from sightline.wire.array import Array
 from sightline.wire.file import read_lines
@@ -230,23 +232,42 @@ def _zero_advantages(nodes: set[int]) -> Callable[[Node], float | None]:
 
 
 def _rebuild_samples(run_dir: RunDir, step: int, max_age: int) -> list[Sample]:
-    """Return the samples of a step. Its own file lacks the traces that it trained again."""
-    scores = StepScores.from_bytes(read_bytes(run_dir.scores_of(step)))
+    """Return the samples of a step, with only the nodes that it trained."""
     trained: dict[str, set[int]] = {}
-    for origin in scores.origins:
+    for origin in read_scores(run_dir, step).origins:
         trained.setdefault(origin.trace_id, set()).add(origin.node)
-    samples: list[Sample] = []
+    traces = (trace for trace in read_candidates(run_dir, step, max_age) if trace.id in trained)
+    return [
+        sample for trace in traces for sample in flatten(trace, _zero_advantages(trained[trace.id]))
+    ]
+
+
+def read_scores(run_dir: RunDir, step: int) -> StepScores:
+    return StepScores.from_bytes(read_bytes(run_dir.scores_of(step)))
+
+
+def read_candidates(run_dir: RunDir, step: int, max_age: int) -> list[Trace]:
+    """Return the traces that a step trained, and their siblings that set a baseline.
+
+    The step's own file lacks the traces that it trained again.
+    """
+    origins = read_scores(run_dir, step).origins
+    missing, groups = {o.trace_id for o in origins}, {o.group_id for o in origins}
+    traces: list[Trace] = []
     first = max(step - max_age, 1)
     for played in range(step, first - 1, -1):
-        if not trained:
+        if not missing:
             break
+        verdicts = read_verdicts(run_dir, [played]).get(played, {})
         for trace in read_traces(run_dir.traces_of(played)):
-            if nodes := trained.pop(trace.id, None):
-                samples += flatten(trace, _zero_advantages(nodes))
-    if trained:
+            is_candidate = verdicts.get(trace.id) in (TRAIN, NO_SIGNAL)
+            if trace.id in missing or (trace.group_id in groups and is_candidate):
+                missing.discard(trace.id)
+                traces.append(trace)
+    if missing:
         raise WireError(
-            f"step {step} trained on {len(trained)} traces that are not in the files of steps "
-            f"{first} to {step}, the first {next(iter(trained))}",
+            f"step {step} trained on {len(missing)} traces that are not in the files of steps "
+            f"{first} to {step}, the first {min(missing)}",
             "the run directory is incomplete. Copy it again",
         )
-    return samples
+    return traces
