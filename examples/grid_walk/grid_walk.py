@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
 from sightline.envs.drawing import encode_png
-from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.envs.forks import TurnEnvironment
+from sightline.envs.protocol import Chat, Messages, Outcome, Task
 from sightline.envs.tools import Toolbox, reply_to_calls
 from sightline.errors import ConfigError
 from sightline.message import AssistantMessage, Message, ToolCall, assistant
@@ -40,8 +41,19 @@ class Maze:
     walls: frozenset[Cell]
 
 
+@dataclass
+class Walk:
+    """A walk through a maze, and the number of moves that are left from each field."""
+
+    maze: Maze
+    left: dict[Cell, int]
+    at: Cell
+    per_turn: list[float] = field(default_factory=list)
+    num_malformed: int = 0
+
+
 @dataclass(eq=False)
-class GridWalk(Environment):
+class GridWalk(TurnEnvironment):
     """A grid of `cells` x `cells` fields, of which `walls` are walls."""
 
     name = "grid_walk"
@@ -81,33 +93,43 @@ class GridWalk(Environment):
             if start in self.distances(maze):
                 return Task(index, split, maze)
 
-    async def rollout(self, task: Task, chat: Chat) -> Outcome:
-        maze: Maze = task.data
-        left = self.distances(maze)
-        at, answer, num_malformed = maze.start, None, 0
-        per_turn: list[float] = []
-        while at != maze.goal and len(per_turn) < self.max_turns:
-            picture = chat.put(self.draw(maze, at))
-            answer = await chat.send(reply_to_calls(answer, self.hint, picture), tools=self.tools)
-            letter = self.read_move(answer)
-            before = at
-            if letter is None:
-                num_malformed += 1
-            else:
-                at = self.step(maze, at, letter)
-            gain = (left[before] - left[at]) / left[maze.start]
-            per_turn.append(gain - self.malformed_penalty * (letter is None))
-        reached = float(at == maze.goal)
+    def start(self, task: Task, chat: Chat) -> tuple[Walk, Messages]:
+        walk = Walk(task.data, self.distances(task.data), task.data.start)
+        return walk, self.show(walk, None, chat)
+
+    def step(self, state: Walk, answer: AssistantMessage, chat: Chat) -> Messages | float:
+        letter = self.read_move(answer)
+        before, left = state.at, state.left
+        if letter is not None:
+            state.at = self.walk(state.maze, before, letter)
+        gain = (left[before] - left[state.at]) / left[state.maze.start]
+        state.per_turn.append(gain - self.malformed_penalty * (letter is None))
+        state.num_malformed += letter is None
+        if state.at != state.maze.goal and len(state.per_turn) < self.max_turns:
+            return self.show(state, answer, chat)
         # Without malformed answers, the reward is the walked share of the path: 1 at the goal.
+        return sum(state.per_turn)
+
+    def show(self, state: Walk, answer: AssistantMessage | None, chat: Chat) -> Messages:
+        return reply_to_calls(answer, self.hint, chat.put(self.draw(state.maze, state.at)))
+
+    def fork(self, state: Walk) -> Walk:
+        return replace(state, per_turn=[*state.per_turn])
+
+    async def rollout(self, task: Task, chat: Chat) -> Outcome:
+        walk, messages = self.start(task, chat)
+        result: Messages | float = messages
+        while not isinstance(result, float):
+            result = self.step(walk, await chat.send(result, tools=self.tools), chat)
         return Outcome(
-            reward=sum(per_turn),
+            reward=result,
             parts={
-                "reached": reached,
-                "progress": 1 - left[at] / left[maze.start],
-                "turns": float(len(per_turn)),
-                "malformed": num_malformed / len(per_turn),
+                "reached": float(walk.at == walk.maze.goal),
+                "progress": 1 - walk.left[walk.at] / walk.left[walk.maze.start],
+                "turns": float(len(walk.per_turn)),
+                "malformed": walk.num_malformed / len(walk.per_turn),
             },
-            per_turn=per_turn,
+            per_turn=walk.per_turn,
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
@@ -122,12 +144,12 @@ class GridWalk(Environment):
                 break
             moves = list(MOVES)
             if expert:
-                moves = [m for m in moves if left[self.step(maze, at, m)] < left[at]]
+                moves = [m for m in moves if left[self.walk(maze, at, m)] < left[at]]
             letter = rng.choice(moves)
             messages += reply_to_calls(answer, self.hint, put(self.draw(maze, at)))
             answer = self.write_move(letter)
             messages.append(answer)
-            at = self.step(maze, at, letter)
+            at = self.walk(maze, at, letter)
         return messages
 
     def read_move(self, answer: AssistantMessage) -> str | None:
@@ -144,7 +166,7 @@ class GridWalk(Environment):
         call = ToolCall("move", json.dumps({"direction": word}))
         return Message(role="assistant", tool_calls=(call,))
 
-    def step(self, maze: Maze, at: Cell, move: str) -> Cell:
+    def walk(self, maze: Maze, at: Cell, move: str) -> Cell:
         """Return the cell after a move: the same one if a wall or the edge blocks it."""
         to = (at[0] + MOVES[move][0], at[1] + MOVES[move][1])
         inside = all(0 <= place < self.cells for place in to)
@@ -157,7 +179,7 @@ class GridWalk(Environment):
         while waiting:
             here = waiting.popleft()
             for move in MOVES:
-                there = self.step(maze, here, move)
+                there = self.walk(maze, here, move)
                 if there not in distances:
                     distances[there] = distances[here] + 1
                     waiting.append(there)

@@ -40,7 +40,7 @@ class Walk(Environment):
 
     def step(self, action: Move, timeout_s: Any = None, **options: Any) -> Picture:
         self.num_steps += 1
-        self.at = GRID.step(self.maze, self.at, action.direction)
+        self.at = GRID.walk(self.maze, self.at, action.direction)
         return self._see(1.0 if self.at[1] == 3 else 0.0)
 
     @property

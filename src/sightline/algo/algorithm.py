@@ -85,29 +85,31 @@ def _collect_rewards(rollouts: Sequence[Sequence[Sample]]) -> GroupRewards:
                 "this is a bug in the orchestrator: each turn trains in one sample. Report it",
             )
         num_sampled = sum(len(sample.trained) for sample in samples)
-        collected.append((first.reward, num, first.turn_rewards, num_sampled))
+        fields = (first.reward, num, first.turn_rewards, num_sampled, first.turn_origins)
+        collected.append(fields)
     return build_group_rewards(collected, rollouts[0][0].env)
 
 
 def build_group_rewards(
-    rollouts: Sequence[tuple[float, int, Sequence[float] | None, int]], env: str
+    rollouts: Sequence[tuple[float, int, Sequence[float] | None, int, Any]], env: str
 ) -> GroupRewards:
-    """Build a group from each rollout's reward, turns, rewards per turn and sampled tokens."""
-    rewards, num_turns, turn_rewards, num_sampled = zip(*rollouts, strict=True)
+    """Build a group from each rollout's reward, turns, rewards per turn, sampled tokens and the
+    origins of its turns."""
+    rewards, num_turns, turn_rewards, num_sampled, origins = zip(*rollouts, strict=True)
     return GroupRewards(
         np.array(rewards, dtype=np.float64),
         num_turns,
         tuple(None if row is None else np.array(row, dtype=np.float64) for row in turn_rewards),
         env,
         num_sampled,
+        origins,
     )
 
 
 def get_group_rewards(traces: Sequence[Trace]) -> GroupRewards:
     """Return the rewards of traces, each of which must have one."""
     rollouts = [
-        (trace.reward or 0.0, len(trace.turns), trace.per_turn, trace.num_sampled)
-        for trace in traces
+        (t.reward or 0.0, len(t.turns), t.per_turn, t.num_sampled, t.turn_origins()) for t in traces
     ]
     return build_group_rewards(rollouts, traces[0].env)
 

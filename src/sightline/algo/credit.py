@@ -9,7 +9,7 @@ ranks changes the loss. `[algorithm] advantage`, `credit` and `aggregation` choo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +55,8 @@ class GroupRewards:
     """The name of the environment, for errors."""
     num_sampled: tuple[int, ...] = ()
     """The number of tokens that the policy sampled in each rollout."""
+    turn_origins: tuple[Sequence[tuple[int, int]] | None, ...] = ()
+    """The origins of each rollout's turns, as in `Sample`."""
 
     def require_turn_rewards(self) -> list[np.ndarray]:
         """Return each rollout's rewards per turn. Raise if the environment gives none."""
@@ -93,7 +95,35 @@ def by_turn(group: GroupRewards, advantage: AdvantageFunction) -> list[np.ndarra
     return advantages
 
 
-CREDITS = {"rollout": by_rollout, "turn": by_turn}
+def by_siblings(group: GroupRewards, advantage: AdvantageFunction) -> list[np.ndarray]:
+    """Compare the turns that answer the same prompt, by their rewards per turn.
+
+    The first turns of all rollouts answer the same prompt. A turn without siblings has the
+    advantage of the turn that it continues.
+    """
+    rewards = group.require_turn_rewards()
+    advantages = [np.zeros(num) for num in group.num_turns]
+    turn_origins = group.turn_origins or (None,) * len(rewards)
+    siblings: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for i, (num, origins) in enumerate(zip(group.num_turns, turn_origins, strict=True)):
+        for turn, (prompt, parent) in enumerate(origins or [(n, n - 1) for n in range(num)]):
+            key = (i, prompt) if parent >= 0 else (-1, 0)
+            siblings.setdefault(key, []).append((i, turn, parent))
+    # A turn comes after the one that it continues.
+    for members in sorted(
+        siblings.values(), key=lambda members: min(turn for _, turn, _ in members)
+    ):
+        if len(members) == 1:
+            [(i, turn, parent)] = members
+            advantages[i][turn] = advantages[i][parent] if parent >= 0 else 0.0
+            continue
+        compared = advantage(np.array([rewards[i][turn] for i, turn, _ in members]))
+        for (i, turn, _), a in zip(members, compared, strict=True):
+            advantages[i][turn] = a
+    return advantages
+
+
+CREDITS = {"rollout": by_rollout, "turn": by_turn, "siblings": by_siblings}
 
 
 Counts = Int[np.ndarray, " samples"]

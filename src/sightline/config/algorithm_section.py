@@ -36,8 +36,8 @@ class AlgorithmConfig(ConfigSection):
     advantage_args: Keywords = {}
     """Keyword arguments for the advantage function."""
     credit: str = "rollout"
-    """How turns share the advantage: rollout (all the same), turn (by Outcome.per_turn), or
-    'module:function' for your own."""
+    """How turns share the advantage: rollout (all the same), turn (by Outcome.per_turn), siblings
+    (answers to the same prompt, for forked rollouts), or 'module:function' for your own."""
     loss: str = "ppo"
     """Policy loss: ppo, cispo, gspo, sapo, tis, mis, or 'module:function' for your own."""
     loss_args: Keywords = {}

@@ -90,6 +90,11 @@ class Chat(Protocol):
         ...
 
     @property
+    def uncertainty(self) -> float:
+        """Mean negative logprob of the last answer's tokens; 0 if the endpoint gives none."""
+        ...
+
+    @property
     def num_calls(self) -> int:
         """Number of answered model calls in the rollout: the required length of `per_turn`."""
         ...

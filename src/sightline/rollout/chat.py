@@ -69,6 +69,11 @@ class RolloutChat(ModelChat):
         return self.trace.end(self.leaf)
 
     @property
+    def uncertainty(self) -> float:
+        turn = self.trace.last_turn(self.leaf)
+        return 0.0 if turn == ROOT else -float(self.trace.nodes[turn].logprobs.numpy().mean())
+
+    @property
     def num_calls(self) -> int:
         return self.trace.num_turns
 

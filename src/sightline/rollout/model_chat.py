@@ -62,6 +62,11 @@ class ModelChat(ABC):
     _substitutes_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
+    def uncertainty(self) -> float:
+        """Mean negative logprob of the last answer's tokens; 0 if the endpoint gives none."""
+        return 0.0
+
+    @property
     @abstractmethod
     def num_calls(self) -> int:
         """Number of answered model calls in the whole rollout."""

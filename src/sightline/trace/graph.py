@@ -114,6 +114,14 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
             node = self.nodes[node].parent
         return node
 
+    def turn_origins(self) -> list[tuple[int, int]] | None:
+        """Return each turn's prompt node and the turn that it continues, as in `Sample`."""
+        turns = [node for node in self.nodes if node.is_turn]
+        number = {ROOT: -1} | {node.id: turn for turn, node in enumerate(turns)}
+        origins = [(node.parent, number[self.last_turn(node.parent)]) for node in turns]
+        is_chain = all(parent == turn - 1 for turn, (_, parent) in enumerate(origins))
+        return None if is_chain else origins
+
     def match_rendered(
         self, history: Sequence[Message], rendered: Rendered
     ) -> tuple[int, int, int]:

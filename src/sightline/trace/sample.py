@@ -80,6 +80,7 @@ def _build_sample(
         slots=slots,
         advantages=None if None in advantage_of.values() else Array.of(advantages, "float32"),
         turn_rewards=trace.per_turn,
+        turn_origins=trace.turn_origins(),
         temperature=trace.temperature,
         routes=_join_routes([trace.nodes[n] for n in path]),
     )

@@ -13,9 +13,9 @@ from sightline.wire.array import Array
 from sightline.wire.codec import Codec, check_schema
 from sightline.wire.item import MediaItem, Slot, Span, check_slots
 
-SAMPLE_SCHEMA = 4
+SAMPLE_SCHEMA = 5
 """Schema 1 had advantages in every sample, and neither turns nor rewards per turn. Schema 2 had no
-routes. Schema 3 had no teacher_logprobs."""
+routes, schema 3 no teacher_logprobs, and schema 4 no turn_origins."""
 OLDEST_SCHEMA = 1
 
 
@@ -49,6 +49,9 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trainer computes them. Batches of schema 1 store them."""
     turn_rewards: list[float] | None = None
     """The reward of every turn of the rollout; None if the environment gives none."""
+    turn_origins: list[tuple[int, int]] | None = None
+    """For every turn, the node of its prompt and the turn that it continues, or -1 for none. None
+    if each turn continues the one before."""
     temperature: float = 1.0
     routes: Array | None = None
     """(tokens, layers, experts per token): the sampler's experts of each token, or the dtype's

@@ -23,8 +23,8 @@ def shortest(env: GridWalk, maze: Maze) -> list[str]:
     """Return the moves of a shortest path."""
     left, at, moves = env.distances(maze), maze.start, []
     while at != maze.goal:
-        move = next(m for m in MOVES if left[env.step(maze, at, m)] < left[at])
-        at = env.step(maze, at, move)
+        move = next(m for m in MOVES if left[env.walk(maze, at, m)] < left[at])
+        at = env.walk(maze, at, move)
         moves.append(move)
     return moves
 
@@ -87,6 +87,6 @@ def test_demonstrations_parse_and_experts_reach_the_goal(store: MediaStore, acti
                 if message.role == "assistant":
                     letter = env.read_move(message)
                     assert letter is not None
-                    at = env.step(task.data, at, letter)
+                    at = env.walk(task.data, at, letter)
             ends.append(at == task.data.goal)
         assert all(ends) == arrives
