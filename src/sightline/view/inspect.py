@@ -11,7 +11,7 @@ samples are then rebuilt from the traces and from the nodes that the trainer sco
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from sightline.media import MediaRef, open_store
 from sightline.pack import PackSize, pack, truncate
 from sightline.regular_file import read_bytes
 from sightline.run.run_dir import RunDir
-from sightline.trace import Node, flatten, read_traces
+from sightline.trace import flatten, read_traces
 from sightline.view.run_files import get_run_dir
 from sightline.wire.array import Array
 from sightline.wire.file import read_lines
@@ -224,11 +224,6 @@ def _decode_batch(raw: bytes, file: Path) -> Batch:
         ) from error
 
 
-def _zero_advantages(nodes: set[int]) -> Callable[[Node], float | None]:
-    """Return zero advantages for the trained nodes: only counts matter here."""
-    return lambda node: 0.0 if node.id in nodes else None
-
-
 def _rebuild_samples(run_dir: RunDir, step: int, max_age: int) -> list[Sample]:
     """Return the samples of a step. Its own file lacks the traces that it trained again."""
     scores = StepScores.from_bytes(read_bytes(run_dir.scores_of(step)))
@@ -242,7 +237,8 @@ def _rebuild_samples(run_dir: RunDir, step: int, max_age: int) -> list[Sample]:
             break
         for trace in read_traces(run_dir.traces_of(played)):
             if nodes := trained.pop(trace.id, None):
-                samples += flatten(trace, _zero_advantages(nodes))
+                # Only counts matter here, so all advantages are zero.
+                samples += flatten(trace, lambda node: 0.0 if node.id in nodes else None)
     if trained:
         raise WireError(
             f"step {step} trained on {len(trained)} traces that are not in the files of steps "

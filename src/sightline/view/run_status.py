@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,8 +26,8 @@ from sightline.run.run_dir import RunDir
 from sightline.view import formatting
 from sightline.view.console import describe_events, step_line
 from sightline.view.events import by_step, find_number, is_end_damaged, read_events
-from sightline.view.fenced_run_dir import FencedRunDir, is_below
-from sightline.view.run_files import RunFiles, is_run
+from sightline.view.fenced_run_dir import FencedRunDir
+from sightline.view.run_files import RunFiles, list_runs
 from sightline.view.summary import active_seconds, build_summary
 from sightline.wire.event import Event
 from sightline.wire.file import read_lines
@@ -65,22 +66,20 @@ class Launcher(NamedTuple):
 
 def find_launcher(run_dir: RunDir) -> Launcher | None:
     """Return the launcher that holds the lock of a run, or None."""
-    try:
-        with open_file(run_dir.lock) as file:
-            pid, _, host = file.read(1000).decode(errors="replace").partition(" ")
-            launcher = Launcher(int(pid or 0), host)
-            if launcher.pid < 1:  # as a signal's target, these are groups of processes
-                return None
-            # Testing the lock takes it briefly, and no launcher could start then. Do not test it if
-            # the recorded process is gone.
-            if launcher.is_here and not _is_alive(launcher.pid):
-                return None
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return launcher
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        pass
+    missing = (FileNotFoundError, NotADirectoryError, ValueError)
+    with suppress(*missing), open_file(run_dir.lock) as file:
+        pid, _, host = file.read(1000).decode(errors="replace").partition(" ")
+        launcher = Launcher(int(pid or 0), host)
+        if launcher.pid < 1:  # as a signal's target, these are groups of processes
+            return None
+        # Testing the lock takes it briefly, and no launcher could start then. Do not test it if the
+        # recorded process is gone.
+        if launcher.is_here and not _is_alive(launcher.pid):
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return launcher
     return None
 
 
@@ -265,19 +264,9 @@ def describe_end(status: RunStatus, settings: RunConfig) -> str:
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunDir]:
-    """Return the runs at these paths and in these folders, oldest first.
-
-    Links that lead out of their folder are skipped.
-    """
-    run_dirs: dict[Path, RunDir] = {}
-    for path in paths:
-        if not path.is_dir():
-            raise ConfigError(f"there is no folder {path}", "pass a run, or a folder of runs")
-        root = path.resolve()
-        for run in [path] if is_run(path) else path.iterdir():
-            if is_below(root, run) and is_run(run):
-                run_dirs.setdefault(run, FencedRunDir(run, root))
-    return sorted(run_dirs.values(), key=lambda run_dir: (_began(run_dir), run_dir.path))
+    """Return the runs at these paths and in these folders, oldest first."""
+    runs = list_runs(paths).values()
+    return sorted(runs, key=lambda run_dir: (_began(run_dir), run_dir.path))
 
 
 def _began(run_dir: RunDir) -> float:
@@ -291,10 +280,8 @@ def measure_bytes(*folders: Path) -> int:
     for top in folders:
         for folder, _, names in os.walk(top):
             for name in names:
-                try:
+                with suppress(FileNotFoundError):
                     total += os.lstat(os.path.join(folder, name)).st_size
-                except FileNotFoundError:
-                    continue
     return total
 
 

@@ -32,6 +32,11 @@ from sightline.view.dashboard.run_collection import RunCollection, RunWatcher
 from sightline.view.dashboard.run_view import RunView
 from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
 
+API = (
+    "runs", "live", "metrics", "facets", "rollouts", "groups", "failures", "rollout", "tokens",
+    "mismatch", "images", "image", "processes", "log", "settings",
+)  # fmt: skip
+"""Methods of `Dashboard` that answer `/api/NAME`."""
 PAGES = ("", "rollouts", "rollout", "mismatch", "images", "image", "processes", "settings")
 TYPES = {
     ".html": "text/html",
@@ -71,21 +76,7 @@ def build_app(runs: RunCollection, guard: RequestGuard = LOOPBACK) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=dashboard.lifespan)
     app.router.redirect_slashes = False
     routes: list[tuple[str, Callable[..., Any]]] = [
-        ("/api/runs", dashboard.runs_),
-        ("/api/live", dashboard.live),
-        ("/api/metrics", dashboard.metrics),
-        ("/api/facets", dashboard.facets),
-        ("/api/rollouts", dashboard.rollouts),
-        ("/api/groups", dashboard.groups),
-        ("/api/failures", dashboard.failures),
-        ("/api/rollout", dashboard.rollout),
-        ("/api/tokens", dashboard.tokens),
-        ("/api/mismatch", dashboard.mismatch),
-        ("/api/images", dashboard.images),
-        ("/api/image", dashboard.image),
-        ("/api/processes", dashboard.processes),
-        ("/api/log", dashboard.log),
-        ("/api/settings", dashboard.settings),
+        *((f"/api/{name}", getattr(dashboard, name)) for name in API),
         ("/metrics", dashboard.prometheus),
         ("/media/{run}/{digest}", dashboard.media),
         ("/thumb/{run}/{digest}", dashboard.thumb),
@@ -147,7 +138,7 @@ class Dashboard:
             self._runs.close()
 
     def _run(self, key: str) -> RunView:
-        view = self._runs.find_run(key)
+        view = next((view for view in self._runs.all() if view.key == key), None)
         if view is None:
             raise HTTPException(404, f"there is no run {key[:80]!r}")
         return view
@@ -166,7 +157,7 @@ class Dashboard:
 
     # --- numbers
 
-    def runs_(self) -> Response:
+    def runs(self) -> Response:
         return _json_response([view.overview() for view in self._runs.all()])
 
     async def live(self) -> Response:
@@ -213,12 +204,14 @@ class Dashboard:
         return _json_response(self._run(run).index.query(queries.count_facets))
 
     def rollouts(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
-        page, index = (wanted, wanted.offset, wanted.limit), self._run(wanted.run).index
-        return _json_response(index.query(queries.list_rollouts, *page))
+        return self._list_page(queries.list_rollouts, wanted)
 
     def groups(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
-        page, index = (wanted, wanted.offset, wanted.limit), self._run(wanted.run).index
-        return _json_response(index.query(queries.list_groups, *page))
+        return self._list_page(queries.list_groups, wanted)
+
+    def _list_page(self, find: Callable[..., Any], wanted: RolloutQuery) -> Response:
+        index = self._run(wanted.run).index
+        return _json_response(index.query(find, wanted, wanted.offset, wanted.limit))
 
     def failures(self, run: str) -> Response:
         view = self._run(run)
