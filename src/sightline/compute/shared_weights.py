@@ -61,7 +61,8 @@ Flat = UInt8[Tensor, " bytes"]
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """GPU memory as CUDA IPC describes it: the result of `torch.UntypedStorage._share_cuda_`."""
+    """GPU memory as CUDA IPC describes it: the result of `torch.UntypedStorage._share_cuda_`, in
+    its order."""
 
     uuid: str
     """The GPU's UUID, because processes may number GPUs differently."""
@@ -213,9 +214,8 @@ def _map_file(path: Path, nbytes: int) -> Flat:
 
 def _export(buffer: Flat) -> DeviceMemory:
     storage: Any = buffer.untyped_storage()
-    index, handle, nbytes, offset, counter, at, event, needs_event = storage._share_cuda_()
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return DeviceMemory(uuid, handle, nbytes, offset, counter, at, event, needs_event)
+    index, *described = storage._share_cuda_()
+    return DeviceMemory(str(torch.cuda.get_device_properties(index).uuid), *described)
 
 
 @lru_cache(maxsize=1)
@@ -230,10 +230,7 @@ def _map_device(memory: DeviceMemory) -> Flat:
     torch.cuda.init()
     index, kind = uuids.index(memory.uuid), torch.UntypedStorage
     try:
-        storage = kind._new_shared_cuda(
-            index, memory.handle, memory.nbytes, memory.offset, memory.counter,
-            memory.counter_offset, memory.event, memory.needs_event,
-        )  # fmt: skip
+        storage = kind._new_shared_cuda(index, *structs.astuple(memory)[1:])
     except RuntimeError as error:
         problem = f"the memory that the trainer shares cannot be mapped: {error}"
         fix = 'wait for the next version, or set [trainer] publish = "files"'

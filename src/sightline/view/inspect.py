@@ -159,7 +159,8 @@ def count_images_in(file: Path) -> int:
     return max(data.count(mark) for mark in DATA_URLS) + sum(map(data.count, SIGNATURES))
 
 
-def print_inspection(counts: Inspection, console: Console) -> None:
+def print_inspection(counts: Inspection) -> None:
+    console = Console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(justify="left")
     table.add_column(justify="right")

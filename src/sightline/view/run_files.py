@@ -137,24 +137,18 @@ class RunFiles:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None without a checkpoint. Tokens are then shown as ids."""
-        if self.checkpoint is None:
-            return None
-        try:
-            return Tokenizer(self.checkpoint)
-        except Exception:  # the library may raise anything for unreadable files
-            return None
+        with suppress(Exception):  # the library may raise anything for unreadable files
+            return Tokenizer(self.checkpoint) if self.checkpoint else None
+        return None
 
     @cached_property
     def family(self) -> Family | None:
         """The model family; None without a checkpoint, or if the family is not installed."""
-        if self.checkpoint is None:
-            return None
         table = self.get_section("model")
         limits = {k: table[k] for k in ("min_pixels", "max_pixels") if table.get(k) is not None}
-        try:
-            return load_family(self.checkpoint, **limits)
-        except Exception:  # families of other packages may raise anything
-            return None
+        with suppress(Exception):  # families of other packages may raise anything
+            return load_family(self.checkpoint, **limits) if self.checkpoint else None
+        return None
 
     def find_summary(self) -> dict[str, Any] | None:
         """Return the summary on disk, or None if the run has continued since."""

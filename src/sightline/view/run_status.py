@@ -285,10 +285,10 @@ def measure_bytes(*folders: Path) -> int:
     return total
 
 
-def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = False) -> None:
+def print_runs(statuses: Sequence[RunStatus], ids: bool = False) -> None:
     """Print a table with one line per run."""
     if not statuses:
-        console.print("no runs")
+        print("no runs")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
@@ -308,10 +308,10 @@ def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = Fals
             decimal(measure_bytes(status.run_dir.path)),
             *([Text(formatting.clean(status.run_id) or formatting.NOTHING)] if ids else []),
         )
-    _print(table, console)
+    _print(table)
 
 
-def print_status(status: RunStatus, console: Console) -> None:
+def print_status(status: RunStatus) -> None:
     """Print the status of one run, its last events, and the command that resumes it."""
     events = list(read_events(FencedRunDir.of(status.run_dir).metrics))
     phase, lines = describe_events(events)
@@ -345,10 +345,11 @@ def print_status(status: RunStatus, console: Console) -> None:
     rows += [("", f"{_format_time(when)}  {line}") for when, line in lines[-_NUM_EVENTS:]]
     if status.state in (STOPPED, FAILED) and status.command != PREVIEW:
         rows.append(("resume", status.resume_command))
-    _print(formatting.pairs_table(rows), console)
+    _print(formatting.pairs_table(rows))
 
 
-def _print(table: Table, console: Console) -> None:
+def _print(table: Table) -> None:
+    console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_FILE
     console.print(table)
