@@ -4,11 +4,6 @@ A bounded thread pool decodes each item once, even for concurrent callers. The c
 bytes, a pixel digest identifies the result, and failures are never cached.
 """
 
-from sightline.pixels.materialize import Materializer
-from sightline.pixels.pixels import Pixels, widen_patches
-
-__all__ = [
-    "Materializer",
-    "Pixels",
-    "widen_patches",
-]
+from sightline.pixels.materialize import Materializer as Materializer
+from sightline.pixels.pixels import Pixels as Pixels
+from sightline.pixels.pixels import widen_patches as widen_patches

@@ -35,8 +35,6 @@ from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.regular_file import read_bytes
 from sightline.wire.codec import find_version
 
-__all__ = ["claims", "load_family", "load_renderer"]
-
 IS_FALLBACK = True
 """Use this family only if no other family claims a checkpoint."""
 TIMEOUT_S = 600
