@@ -218,12 +218,14 @@ def get_status(run_dir: RunDir) -> RunStatus:
     if launcher and events and seconds is not None:
         seconds += time.time() - events[-1].time
     oldest = next(iter(events or islice(read_events(metrics), 1)), None)
-    command = "sft" if "sft" in files.settings else "rl"
+    run_id, command = "", "sft" if "sft" in files.settings else "rl"
+    with suppress(SightlineError):
+        run_id = fenced.read_id()[:_MAX_ID_CHARS]
     if oldest is not None and oldest.process == PREVIEW:
         command, total = PREVIEW, find_number(files.get_section("eval"), "tasks")
     return RunStatus(
         run_dir=run_dir,
-        run_id=_read_run_id(fenced),
+        run_id=run_id,
         state=state.name,
         cause=state.problem if state.name == FAILED else "",
         command=command,
@@ -238,13 +240,6 @@ def get_status(run_dir: RunDir) -> RunStatus:
         seconds=seconds,
         launcher=launcher,
     )
-
-
-def _read_run_id(run_dir: RunDir) -> str:
-    try:
-        return run_dir.read_id()[:_MAX_ID_CHARS]
-    except SightlineError:
-        return ""
 
 
 def describe_end(status: RunStatus, settings: RunConfig) -> str:
