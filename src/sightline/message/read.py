@@ -255,10 +255,9 @@ def to_openai_message(
             }
             for k, call in enumerate(message.tool_calls)
         ]
-    if message.tool_call_id is not None:
-        sent["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        sent["name"] = message.name
+    for name in ("tool_call_id", "name"):
+        if (value := getattr(message, name)) is not None:
+            sent[name] = value
     return sent
 
 
