@@ -26,7 +26,7 @@ from sightline.errors import ConfigError
 from sightline.families import Family, load_family
 from sightline.media import MediaRef, MediaStore
 from sightline.media.decode import open_rgb
-from sightline.pixels import pixel_digest
+from sightline.pixels.pixels import pixel_digest
 
 SIZES = ("1280x800", "1280x720", "1920x1080")
 JPEG_QUALITY = 90

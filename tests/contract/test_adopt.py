@@ -15,7 +15,7 @@ from msgspec import structs
 from serving import Client, embedded, live
 
 from sightline.compute.shared_weights import HOST_MEMORY, SharedWeights
-from sightline.compute.weights import StorePublisher, read_weights, write_weights
+from sightline.compute.weights import StorePublisher, write_weights
 from sightline.errors import EngineError
 from sightline.inference.server_spec import ServerSpec
 from sightline.orchestrator.server_pool import ServerPool, give_back_leases
@@ -23,6 +23,7 @@ from sightline.rollout.client import GenerateClient, ProbeTimes
 from sightline.run import EventLog
 from sightline.wire.generate import AdoptRequest, ErrorBody
 from sightline.wire.weights import MANIFEST, Manifest
+from tests.read_back import read_weights
 
 RUN, OTHER = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb"
 ADOPT = "/sightline/v1/adopt"

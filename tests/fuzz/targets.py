@@ -10,7 +10,6 @@ from pathlib import Path
 
 from synthetic_run import SyntheticSize, write_synthetic_run
 
-from sightline.compute.weights import read_manifest, read_weights
 from sightline.config import RunFile, SftFile
 from sightline.config.load import load_config
 from sightline.envs.task_files import open_tasks
@@ -32,6 +31,8 @@ from sightline.view.dashboard.run_view import RunView
 from sightline.view.fenced_run_dir import FencedRunDir
 from sightline.view.run_status import get_status
 from sightline.wire import control, rank_messages
+from sightline.wire.weights import read_manifest
+from tests.read_back import read_weights
 
 from .harness import Target
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from sightline.compute.shared_weights import SharedWeights
-from sightline.compute.weights import read_weights, write_weights
+from sightline.compute.weights import write_weights
 from sightline.compute.weights_digest import digest_weights
 from sightline.wire.weights import Manifest
+from tests.read_back import read_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,6 @@ from sightline.message import (
     ImagePart,
     Message,
     TextPart,
-    VideoFrame,
     VideoPart,
     put_images,
     to_message,
@@ -24,6 +23,7 @@ from sightline.message import (
     user,
     video,
 )
+from sightline.message.parts import VideoFrame
 from sightline.message.read import to_openai_part
 
 

@@ -77,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.file if is_import else args.family}: writing {args.folder}", file=sys.stderr)
     with replace_atomically(args.folder) as folder:
         if is_import:
-            origin = import_file(args.file, folder, args.dtype)
+            from sightline.families.gguf_import import import_gguf
+
+            origin = f"dequantized from {' and '.join(import_gguf(args.file, folder, args.dtype))}"
         else:
             origin = write_random(args, folder)
     # The headers of the weight files have the shapes.
@@ -92,13 +94,6 @@ def write_random(args: argparse.Namespace, folder: Path) -> str:
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     registry.write_tiny(args.family, folder, seed=args.seed, **options)
     return f"family {args.family}, seed {args.seed}"
-
-
-def import_file(file: Path, folder: Path, dtype: str) -> str:
-    """Convert a GGUF file, and return a description of its weights."""
-    from sightline.families.gguf_import import import_gguf
-
-    return f"dequantized from {' and '.join(import_gguf(file, folder, dtype))}"
 
 
 def check_target(folder: Path, force: bool) -> None:

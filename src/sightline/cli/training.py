@@ -75,8 +75,6 @@ def run_sweep(job: TrainingJob[AnyRun], path: Path, runs: list[list[str]]) -> in
     All runs are validated before the first starts. A failed run does not end the sweep, but a
     stopped run does.
     """
-    from rich.console import Console
-
     from sightline.cli.main import print_error
     from sightline.launch.training_run import start_run
     from sightline.view.run_status import STOPPED, get_status, print_runs
@@ -96,7 +94,7 @@ def run_sweep(job: TrainingJob[AnyRun], path: Path, runs: list[list[str]]) -> in
         if finished and finished[-1].state == STOPPED:
             print(f"sweep stopped: {len(files) - number} runs were not started")
             break
-    print_runs(finished, Console())
+    print_runs(finished)
     return 1 if num_failed else 0
 
 

@@ -14,6 +14,13 @@ from typing import Any
 from sightline.cli.main import add_env_args
 from sightline.errors import format_command
 
+NUMBERS = {
+    "tasks": (4, "number of tasks"),
+    "max_tokens": (16, "maximum tokens per answer"),
+    "max_model_len": (2048, "maximum tokens per sequence"),
+}
+"""Default and help of options that set the evaluation setting of the same name."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("env", metavar="ENV", help="a built-in environment, or 'module:Class'")
@@ -21,18 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint; default: a tiny random one"
     )
-    parser.add_argument(
-        "--tasks", type=int, default=4, help="number of tasks; default: %(default)s"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=16, help="maximum tokens per answer; default: %(default)s"
-    )
-    parser.add_argument(
-        "--max-model-len",
-        type=int,
-        default=2048,
-        help="maximum tokens per sequence; default: %(default)s",
-    )
+    for name, (default, text) in NUMBERS.items():
+        option = f"--{name.replace('_', '-')}"
+        text = f"{text}; default: %(default)s"
+        parser.add_argument(option, type=int, default=default, help=text)
     parser.add_argument(
         "--max-pixels", type=int, help="maximum pixels per image; default: the checkpoint's limit"
     )
@@ -60,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
         args.model = run_dir.path / "model"
         print("writing a tiny random model", flush=True)
         registry.write_tiny(registry.get_default_family(), args.model, seed=0)
-    options = {
-        name: getattr(args, name) for name in ("tasks", "max_tokens", "max_model_len", "max_pixels")
-    }
+    options = {name: getattr(args, name) for name in (*NUMBERS, "max_pixels")}
     config = build_eval_config(values, str(args.model), options)
     run_dir.config.write_text(dump_toml(config))
 

@@ -42,28 +42,22 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._files)
 
 
-class CheckpointParameters(Mapping[str, Tensor]):
+class CheckpointParameters(TensorFiles):
     """The parameters of a checkpoint folder, with the names and shapes of `own`."""
 
     def __init__(self, folder: Path, own: Mapping[str, Tensor]) -> None:
-        self._opened = open_checkpoint(folder)
-        self._own = own
-        if missing := sorted(own.keys() - self._opened.keys())[:3]:
+        stored = open_checkpoint(folder)._files
+        if missing := sorted(own.keys() - stored.keys())[:3]:
             raise WeightsError(
                 f"{folder} stores its parameters under names that the model does not have: it has "
                 f"{missing}, so this engine accepts no adapters for it",
                 'set [lora] publish = "merged"',
             )
+        self._own, self._files = own, {name: stored[name] for name in own}
 
     def __getitem__(self, name: str) -> Tensor:
-        shape, tensor = self._own[name].shape, self._opened[name]
+        shape, tensor = self._own[name].shape, super().__getitem__(name)
         return tensor.transpose(-1, -2) if is_transposed(tensor.shape, shape) else tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
-
-    def __len__(self) -> int:
-        return len(self._own)
 
 
 def open_checkpoint(folder: Path) -> TensorFiles:

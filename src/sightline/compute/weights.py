@@ -26,7 +26,7 @@ from sightline.compute.tensor_file import (
     split_by_size,
     write_tensors,
 )
-from sightline.compute.weight_transport import WeightPublisher, WeightReceiver
+from sightline.compute.weight_transport import WeightPublisher
 from sightline.compute.weights_digest import digest_weights
 from sightline.errors import WeightsError
 from sightline.media import MediaStore
@@ -39,7 +39,6 @@ from sightline.wire.weights import (
     Manifest,
     WeightFile,
     log_version,
-    read_manifest,
     read_regular_file,
 )
 
@@ -132,13 +131,6 @@ def _has_version(target: Path, manifest: Manifest) -> bool:
     if not path.is_file() or read_bytes(path) != msgspec.json.encode(manifest):
         return False
     return all(is_intact(target, file) for file in manifest.files)
-
-
-def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, Tensor]]:
-    """Return a manifest and a copy of its tensors, for any transport."""
-    manifest = read_manifest(manifest_path)
-    with WeightReceiver().open_tensors(manifest_path.parent, manifest) as tensors:
-        return manifest, {name: tensor.cpu().clone() for name, tensor in tensors.items()}
 
 
 def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from sightline.errors import EngineError, MessageError
-from sightline.message import AssistantMessage, read_tool_call, text
+from sightline.message import AssistantMessage, text
+from sightline.message.parts import read_tool_call
 from sightline.render.protocol import Tools
 from sightline.transport.http_client import RetryingClient
 

@@ -22,10 +22,10 @@ from sightline.message import (
     TextPart,
     ToolCall,
     VideoPart,
-    build_part,
     join_texts,
     user,
 )
+from sightline.message.parts import build_part
 
 Put = Callable[[Any], MediaRef]
 

@@ -195,7 +195,8 @@ def apply_delta_rule(
         return chunks.transpose(1, 2)
 
     dtype = v.dtype
-    q, k = (_normalize(x.float()) for x in (q, k))
+    q, k = q.float(), k.float()
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
     q, k, v = split(q * q.shape[-1] ** -0.5), split(k), split(v.float())
     real = plan.is_real.transpose(1, 2)
     rate = (split(beta.float()) * real).unsqueeze(-1)
@@ -307,7 +308,3 @@ def _sum_between(decay: Float[Tensor, "chunks heads length"]) -> Tensor:
     mask = torch.ones(length, length, dtype=torch.bool, device=decay.device)
     later = decay.unsqueeze(-1).expand(*decay.shape, length).masked_fill(mask.triu(), 0.0)
     return later.cumsum(-2).masked_fill(mask.triu(1), -torch.inf)
-
-
-def _normalize(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)

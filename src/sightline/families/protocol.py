@@ -124,8 +124,9 @@ class Family(ABC):
         self.slot_token_ids = slot_token_ids
         self.packing = packing
         # Every turn of a conversation requests the items of all its images.
-        self._item = lru_cache(maxsize=MAX_CACHED_ITEMS)(self._make_item)
-        self._layout = lru_cache(maxsize=MAX_CACHED_ITEMS)(self.compute_layout)
+        cached = lru_cache(MAX_CACHED_ITEMS)
+        self.item: Callable[[MediaRef], MediaItem] = cached(self._make_item)
+        self.layout: Callable[[int, int], ImageLayout] = cached(self.compute_layout)
 
     # -- implemented by a family
 
@@ -172,9 +173,6 @@ class Family(ABC):
 
     # -- shared by all families
 
-    def layout(self, width: int, height: int) -> ImageLayout:
-        return self._layout(width, height)
-
     def describe_tokens(self) -> str:
         """Describe the number of tokens for two example image sizes."""
         try:
@@ -182,9 +180,6 @@ class Family(ABC):
         except MediaRefused as error:
             return error.problem
         return ", ".join(counts)
-
-    def item(self, ref: MediaRef) -> MediaItem:
-        return self._item(ref)
 
     def _make_item(self, ref: MediaRef) -> MediaItem:
         if ref.is_video:

@@ -26,7 +26,6 @@ from sightline.families.turn_parsing import encode_tool
 from sightline.media.video import share_decode_time
 from sightline.message import (
     AssistantMessage,
-    CheckedResolver,
     ImagePart,
     ImageResolver,
     Message,
@@ -34,12 +33,12 @@ from sightline.message import (
     TextPart,
     ToolCall,
     VideoPart,
-    check_message_list,
     check_unicode,
     join_texts,
     text,
     to_message,
 )
+from sightline.message.read import CheckedResolver, check_message_list
 from sightline.render import Bridged, Emitter, Refused, Rendered, Renderer, Tokenizer
 from sightline.render.bridge import find_bridge_refusal
 from sightline.render.emitter import SHORTEN

@@ -6,6 +6,7 @@ A format matches if our tokens equal the template's tokens for a set of conversa
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -198,9 +199,7 @@ def find_split(
     renderer: MessageRenderer, rendered: list[int], template: list[int]
 ) -> tuple[str, str, str]:
     """Return the text before the first difference of two prompts, and each continuation."""
-    same = 0
-    while same < min(len(rendered), len(template)) and rendered[same] == template[same]:
-        same += 1
+    same = len(os.path.commonprefix([rendered, template]))
     start, stop = max(0, same - 6), same + 12
     parts = (rendered[start:same], rendered[same:stop], template[same:stop])
     before, expected, written = map(renderer.decode, parts)

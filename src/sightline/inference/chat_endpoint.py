@@ -164,16 +164,12 @@ class ChatEndpoint:
         return {**spelled, "top_logprobs": []}
 
 
-def _use_openai_field_names(error: EngineError) -> EngineError:
-    """Return `error` with the field names of OpenAI's API."""
-    problem = error.problem.removeprefix("sampling_params.")
-    if problem.startswith("token_ids:"):
-        problem = "messages" + problem.removeprefix("token_ids")
-    return EngineError(problem, error.fix, error.kind, error.status)
-
-
 def chat_error_response(error: SightlineError, dialect: ChatDialect | None = None) -> Response:
-    """Return an error in OpenAI's format."""
+    """Return an error in OpenAI's format, with the field names of OpenAI's API."""
     if not isinstance(error, (MessageError, StoreFull)):  # these have their own codes
-        error = _use_openai_field_names(to_engine_error(error))
+        refusal = to_engine_error(error)
+        problem = refusal.problem.removeprefix("sampling_params.")
+        if problem.startswith("token_ids:"):
+            problem = "messages" + problem.removeprefix("token_ids")
+        error = EngineError(problem, refusal.fix, refusal.kind, refusal.status)
     return OpenAIErrorResponse.of(error, dialect or ChatDialect()).to_response()

@@ -20,7 +20,7 @@ import numpy as np
 
 from sightline.errors import EngineError, SightlineError, WeightsGone
 from sightline.inference.errors import build_engine_error, stopping_error
-from sightline.inference.server_spec import ServerSpec
+from sightline.inference.server_spec import MEBIBYTE, ServerSpec
 from sightline.inference.validator import ValidatedRequest
 from sightline.pixels import Materializer
 from sightline.wire.generate import WEIGHTS_UNAVAILABLE, SamplingParams, VersionSpan
@@ -192,7 +192,7 @@ class Engine(ABC):
         """Raise if the engine is stopping or full. An empty queue accepts any request."""
         if self._is_stopping:
             raise stopping_error()
-        most, most_bytes = self._spec.max_waiting, self._spec.max_waiting_bytes
+        most, most_bytes = self._spec.max_waiting, int(self._spec.max_waiting_mb * MEBIBYTE)
         more = sum(request.nbytes for request in requests)
         if self.num_waiting and self._count_waiting_with(len(requests)) > most:
             problem = f"{self.num_waiting} requests are waiting, the limit is {most}"

@@ -121,10 +121,6 @@ class ServerSpec(ConfigSection):
     def pixel_cache_bytes(self) -> int:
         return self.inference.pixel_cache_mb * MEBIBYTE
 
-    @property
-    def max_waiting_bytes(self) -> int:
-        return int(self.max_waiting_mb * MEBIBYTE)
-
 
 def describe_prefix_reuse(family: Family, keeps_kv: bool = True) -> str:
     """Describe which computation a turn reuses from the previous turn, and why."""

@@ -137,13 +137,7 @@ class AssistantMessage(Message, frozen=True, forbid_unknown_fields=True, omit_de
     """The raw text of malformed tool calls. The content also contains it."""
 
     def as_message(self) -> Message:
-        return Message(
-            role="assistant",
-            content=self.content,
-            reasoning=self.reasoning,
-            tool_calls=self.tool_calls,
-            name=self.name,
-        )
+        return Message(**{name: getattr(self, name) for name in Message.__struct_fields__})
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -239,7 +239,11 @@ def to_openai_message(
 
     `call_ids` are ids for tool calls that have none.
     """
-    sent: dict[str, Any] = {"role": message.role, "content": _to_openai_content(message, url_of)}
+    # With tool calls, OpenAI writes null. Otherwise programs expect text.
+    content: Any = message.text or (None if message.tool_calls else "")
+    if message.refs:
+        content = [to_openai_part(part, url_of) for part in message.content]
+    sent: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning is not None:
         sent["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -251,18 +255,10 @@ def to_openai_message(
             }
             for k, call in enumerate(message.tool_calls)
         ]
-    if message.tool_call_id is not None:
-        sent["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        sent["name"] = message.name
+    for name in ("tool_call_id", "name"):
+        if (value := getattr(message, name)) is not None:
+            sent[name] = value
     return sent
-
-
-def _to_openai_content(message: Message, url_of: Callable[[MediaRef], str]) -> Any:
-    if not message.refs:
-        # With tool calls, OpenAI writes null. Otherwise programs expect text.
-        return message.text or (None if message.tool_calls else "")
-    return [to_openai_part(part, url_of) for part in message.content]
 
 
 def to_openai_part(part: Part, url_of: Callable[[MediaRef], str]) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """Packs samples into micro-batches, one for each forward pass, and estimates their cost."""
 
-from sightline.pack.assign import assign_to_ranks, build_empty_micro_batch
-from sightline.pack.bins import pack
-from sightline.pack.cost import CostModel, MicroBatchWork, PackSize
-from sightline.pack.split import split_micro_batch
-from sightline.pack.truncate import truncate
-
-__all__ = [
-    "CostModel", "MicroBatchWork", "PackSize", "assign_to_ranks", "build_empty_micro_batch", "pack",
-    "split_micro_batch", "truncate",
-]  # fmt: skip
+from sightline.pack.assign import assign_to_ranks as assign_to_ranks
+from sightline.pack.assign import build_empty_micro_batch as build_empty_micro_batch
+from sightline.pack.bins import pack as pack
+from sightline.pack.cost import CostModel as CostModel
+from sightline.pack.cost import MicroBatchWork as MicroBatchWork
+from sightline.pack.cost import PackSize as PackSize
+from sightline.pack.split import split_micro_batch as split_micro_batch
+from sightline.pack.truncate import truncate as truncate

@@ -4,14 +4,6 @@ A bounded thread pool decodes each item once, even for concurrent callers. The c
 bytes, a pixel digest identifies the result, and failures are never cached.
 """
 
-from sightline.pixels.materialize import Materializer, PixelCacheStats
-from sightline.pixels.pixels import Pixels, SharedPatches, pixel_digest, widen_patches
-
-__all__ = [
-    "Materializer",
-    "PixelCacheStats",
-    "Pixels",
-    "SharedPatches",
-    "pixel_digest",
-    "widen_patches",
-]
+from sightline.pixels.materialize import Materializer as Materializer
+from sightline.pixels.pixels import Pixels as Pixels
+from sightline.pixels.pixels import widen_patches as widen_patches

@@ -4,21 +4,13 @@
 and `Tokenizer`. This folder imports neither torch nor transformers.
 """
 
-from sightline.render.emitter import Emitter
-from sightline.render.protocol import Bridged, Refused, Rendered, Renderer, Tools
-from sightline.render.template import ChatTemplate, TemplateError
-from sightline.render.tokenizer import Tokenizer
-from sightline.render.vocabulary import check_vocabularies
-
-__all__ = [
-    "Bridged",
-    "ChatTemplate",
-    "Emitter",
-    "Refused",
-    "Rendered",
-    "Renderer",
-    "TemplateError",
-    "Tokenizer",
-    "Tools",
-    "check_vocabularies",
-]
+from sightline.render.emitter import Emitter as Emitter
+from sightline.render.protocol import Bridged as Bridged
+from sightline.render.protocol import Refused as Refused
+from sightline.render.protocol import Rendered as Rendered
+from sightline.render.protocol import Renderer as Renderer
+from sightline.render.protocol import Tools as Tools
+from sightline.render.template import ChatTemplate as ChatTemplate
+from sightline.render.template import TemplateError as TemplateError
+from sightline.render.tokenizer import Tokenizer as Tokenizer
+from sightline.render.vocabulary import check_vocabularies as check_vocabularies

@@ -169,10 +169,8 @@ class TemplateChild:
         with suppress(subprocess.TimeoutExpired):
             process.wait(grace_s)
         process.kill()
-        try:
+        with suppress(OSError):  # a request that was not sent
             self._stream.close()
-        except OSError:  # a request that was not sent
-            pass
         return process.wait()
 
     def _describe_end(self, status: int) -> str:

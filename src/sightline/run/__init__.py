@@ -3,7 +3,5 @@
 Code that reads them is in `view`, which only the launcher imports.
 """
 
-from sightline.run.events import EventLog
-from sightline.run.run_dir import RunDir
-
-__all__ = ["EventLog", "RunDir"]
+from sightline.run.events import EventLog as EventLog
+from sightline.run.run_dir import RunDir as RunDir

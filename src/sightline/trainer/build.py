@@ -37,7 +37,8 @@ from sightline.families.checkpoint_files import resolve_checkpoint
 from sightline.families.device_copy import allocate_rows
 from sightline.media import MediaStore, open_store
 from sightline.pack import PackSize
-from sightline.pixels import Materializer, SharedPatches
+from sightline.pixels import Materializer
+from sightline.pixels.pixels import SharedPatches
 from sightline.render import Renderer, check_vocabularies
 from sightline.run import EventLog, RunDir
 from sightline.trainer.bad_media import BadMediaPolicy

@@ -20,14 +20,12 @@ from sightline.errors import MediaError, MessageError
 from sightline.media import MediaRef, MediaStore
 from sightline.media.video import find_video_mime
 from sightline.message import (
-    IMAGE_KINDS,
-    VIDEO_KINDS,
     ImageResolver,
     Message,
-    get_image_source,
     put_images,
     to_messages,
 )
+from sightline.message.read import IMAGE_KINDS, VIDEO_KINDS, get_image_source
 from sightline.regular_file import open_file
 
 TRAIN, HELD_OUT = "train", "eval"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sightline.errors import ProcessFailed, TrainingDiverged
 from sightline.pack import split_micro_batch
-from sightline.pixels import PixelCacheStats
+from sightline.pixels.materialize import PixelCacheStats
 from sightline.trainer.alignment_checks import check_micro_batch
 from sightline.trainer.batch_loss import (
     LossComputer,

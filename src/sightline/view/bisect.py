@@ -21,8 +21,9 @@ from sightline.errors import ConfigError
 from sightline.regular_file import read_bytes
 from sightline.run.run_dir import RunDir
 from sightline.trace import Node, PolicySpan, Trace, read_traces
+from sightline.view.compare import compare_settings
 from sightline.view.formatting import NOTHING, clean
-from sightline.view.run_files import RunFiles, flatten_settings, get_run_dir
+from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.wire.micro_batch import StepScores
 from sightline.wire.weights import read_history
 
@@ -38,7 +39,6 @@ CAUSES = {
 }
 """The causes, in the order in which they are checked, with what each means."""
 INEXACT = "with [model] exact = false, values also depend on what is computed together"
-NO_RESULT = {"run.name", "run.dir"}
 PLACES = {
     "address", "cache_dir", "control_token", "dir", "host", "output_dir", "path", "port", "python",
     "root", "servers", "tls_cert", "tls_key", "token",
@@ -83,6 +83,11 @@ def bisect_runs(first: RunDir, second: RunDir) -> Bisection:
     ends = [max(map(_read_number, d.traces.glob("step_*.msgpack")), default=0) for d in run_dirs]
     if not (steps := min(ends)):
         raise ConfigError("the runs have no step in common", "name two runs that have trained")
+    settings = {
+        name: (one, other)
+        for name, one, other in compare_settings([[run_dir] for run_dir in run_dirs])
+        if name.rpartition(".")[2] not in PLACES and not name.startswith(OTHER_SECTIONS)
+    }
     differences = (
         difference._replace(step=step)
         for step in range(1, steps + 1)
@@ -91,7 +96,7 @@ def bisect_runs(first: RunDir, second: RunDir) -> Bisection:
     return Bisection(
         (str(first.path), str(second.path)),
         steps,
-        _compare_settings(*(dict(flatten_settings(file.settings)) for file in files)),
+        settings,
         next(differences, None),
         all(file.get_section("model").get("exact") for file in files),
     )
@@ -106,19 +111,6 @@ def _check_comparable(file: RunFiles) -> None:
             "rollout depends on time, so two such runs always diverge",
             "repeat both runs with orchestrator.max_lag=0",
         )
-
-
-def _compare_settings(
-    first: Mapping[str, Any], second: Mapping[str, Any]
-) -> dict[str, tuple[str, str]]:
-    return {
-        name: (str(first.get(name, NOTHING)), str(second.get(name, NOTHING)))
-        for name in dict.fromkeys([*first, *second])
-        if first.get(name) != second.get(name)
-        and name not in NO_RESULT
-        and name.rpartition(".")[2] not in PLACES
-        and not name.startswith(OTHER_SECTIONS)
-    }
 
 
 def _compare_step(run_dirs: Sequence[RunDir], step: int) -> Iterator[Difference]:
@@ -280,9 +272,9 @@ def _order(name: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
-def print_bisection(bisection: Bisection, console: Console) -> None:
+def print_bisection(bisection: Bisection) -> None:
     def write(text: str) -> None:
-        console.print(clean(text), highlight=False, markup=False, soft_wrap=True)
+        Console().print(clean(text), highlight=False, markup=False, soft_wrap=True)
 
     settings = "; ".join(f"{k} = {a} and {b}" for k, (a, b) in bisection.settings.items())
     difference = bisection.difference

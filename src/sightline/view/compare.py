@@ -43,8 +43,7 @@ def compare_runs(first: Sequence[RunDir], second: Sequence[RunDir]) -> Compariso
     """Compare two sides. With several runs on a side, the results are means over its runs."""
     sides = [[get_run_dir(run_dir.path) for run_dir in side] for side in (first, second)]
     names = [", ".join(run_dir.path.resolve().name for run_dir in side) for side in sides]
-    rows = _pair(*map(_list_settings, sides))
-    settings = [r for r in rows if r.first != r.second and r.label not in _IGNORED_SETTINGS]
+    settings = compare_settings(sides)
     if len(first) == len(second) == 1:
         results = [row for row in _pair(*(_list_results(run_dir) for [run_dir] in sides))
                    if {row.first, row.second} != {NOTHING}]  # fmt: skip
@@ -58,6 +57,12 @@ def compare_runs(first: Sequence[RunDir], second: Sequence[RunDir]) -> Compariso
         label for label in numbers[0] if _overlap(numbers[0][label], numbers[1].get(label, []))
     ]
     return Comparison((names[0], names[1]), settings, list(_pair(*texts)), overlapping)
+
+
+def compare_settings(sides: Sequence[Sequence[RunDir]]) -> list[ComparisonRow]:
+    """Return the settings that differ between two sides, without the run's name and folder."""
+    rows = _pair(*map(_list_settings, sides))
+    return [r for r in rows if r.first != r.second and r.label not in _IGNORED_SETTINGS]
 
 
 def _list_settings(side: Sequence[RunDir]) -> dict[str, str]:
@@ -112,7 +117,8 @@ def _pair(first: dict[str, str], second: dict[str, str]) -> Iterator[ComparisonR
         yield ComparisonRow(label, first.get(label, NOTHING), second.get(label, NOTHING))
 
 
-def print_comparison(comparison: Comparison, console: Console) -> None:
+def print_comparison(comparison: Comparison) -> None:
+    console = Console()
     tables = {"settings that differ": comparison.settings, "results": comparison.results}
     for title, rows in tables.items():
         table = Table(box=None, title=title, title_justify="left", padding=(0, 2, 0, 0))

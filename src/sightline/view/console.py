@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group
@@ -266,9 +267,7 @@ def _list_panel_rows(state: _ConsoleState) -> Iterable[tuple[str, str]]:
     def join(table: dict[str, Any], how: Callable[[Any], str]) -> str:
         return " · ".join(f"{name} {how(value)}" for name, value in table.items())
 
-    def three_digits(value: float | None) -> str:
-        return fixed(value, 3)
-
+    three_digits = partial(fixed, digits=3)
     spark = sparkline(list(state.rewards.values()), _SPARK_WIDTH)
     yield "reward", f"{cell('reward', three_digits):<8}{spark}"
     if components := numbers_of(values, "parts"):

@@ -11,8 +11,9 @@ samples are then rebuilt from the traces and from the nodes that the trainer sco
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,8 @@ def count_images_in(file: Path) -> int:
     return max(data.count(mark) for mark in DATA_URLS) + sum(map(data.count, SIGNATURES))
 
 
-def print_inspection(counts: Inspection, console: Console) -> None:
+def print_inspection(counts: Inspection) -> None:
+    console = Console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(justify="left")
     table.add_column(justify="right")
@@ -226,20 +228,21 @@ def _decode_batch(raw: bytes, file: Path) -> Batch:
         ) from error
 
 
-def _zero_advantages(nodes: set[int]) -> Callable[[Node], float | None]:
-    """Return zero advantages for the trained nodes: only counts matter here."""
-    return lambda node: 0.0 if node.id in nodes else None
-
-
 def _rebuild_samples(run_dir: RunDir, step: int, max_age: int) -> list[Sample]:
     """Return the samples of a step, with only the nodes that it trained."""
     trained: dict[str, set[int]] = {}
     for origin in read_scores(run_dir, step).origins:
         trained.setdefault(origin.trace_id, set()).add(origin.node)
-    traces = (trace for trace in read_candidates(run_dir, step, max_age) if trace.id in trained)
-    return [
-        sample for trace in traces for sample in flatten(trace, _zero_advantages(trained[trace.id]))
-    ]
+    samples: list[Sample] = []
+    for trace in read_candidates(run_dir, step, max_age):
+        if nodes := trained.get(trace.id):
+            # Only counts matter here, so all advantages are zero.
+            samples += flatten(trace, partial(_get_zero, nodes))
+    return samples
+
+
+def _get_zero(nodes: set[int], node: Node) -> float | None:
+    return 0.0 if node.id in nodes else None
 
 
 def read_scores(run_dir: RunDir, step: int) -> StepScores:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -176,12 +177,13 @@ def export_step(
         schema = build_schema(PAIR_FIELDS if is_pairs else FIELDS)
         with pyarrow.parquet.ParquetWriter(part, schema, compression="zstd") as writer:
             selected = _iterate_selected(traces, selection.find_ids(traces), counts)
-            step = trace_files.find_step(traces.name)
-            build = _iterate_pairs if is_pairs else _iterate_rows
-            rows = build(selected, step, store, verdicts, max_rollout_bytes, counts)
+            rows = _iterate_pairs(selected) if is_pairs else _iterate_rows(selected, verdicts)
             group: list[dict[str, Any]] = []
             num_bytes = 0
-            for row in rows:
+            for row_traces, row in rows:
+                counts.rollouts += 1
+                row["step"] = trace_files.find_step(traces.name)
+                row |= _read_images(row_traces, store, max_rollout_bytes, counts)
                 group.append(row)
                 num_bytes += _estimate_bytes(row)
                 if num_bytes >= GROUP_BYTES or len(group) >= GROUP_ROWS:
@@ -217,14 +219,11 @@ def _get_last_path(trace: Trace) -> list[int]:
     return trace.path(leaf) if trace.nodes else []
 
 
-def _iterate_pairs(
-    traces: Iterator[Trace],
-    step: int | None,
-    store: MediaStore,
-    verdicts: trace_files.Verdicts,
-    max_bytes: int,
-    counts: ExportCounts,
-) -> Iterator[dict[str, Any]]:
+Rows = Iterator[tuple[Sequence[Trace], dict[str, Any]]]
+"""The traces of each row, and its columns without the step and the images."""
+
+
+def _iterate_pairs(traces: Iterator[Trace]) -> Rows:
     """Yield a row for each group, whose best and worst rollouts are selected."""
     first_of: dict[str, Trace] = {}
     for trace in traces:
@@ -238,39 +237,23 @@ def _iterate_pairs(
         )
         if not chosen or not rejected or chosen == rejected:
             continue
-        counts.rollouts += 1
         equal = takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
         num_shared = min(len(list(equal)), len(chosen) - 1, len(rejected) - 1)
         parts = (chosen[:num_shared], chosen[num_shared:], rejected[num_shared:])
-        yield {
-            **{name: getattr(trace, name) for name in ("group_id", "env", "task")},
-            "step": step,
-            "chosen_reward": pair[0].reward,
-            "rejected_reward": pair[1].reward,
-            **{
-                name: json.dumps(messages, ensure_ascii=False)
-                for name, messages in zip(("prompt", "chosen", "rejected"), parts, strict=True)
-            },
-            **_read_images(pair, store, max_bytes, counts),
-        }
+        row: dict[str, Any] = {name: getattr(trace, name) for name in ("group_id", "env", "task")}
+        row |= {"chosen_reward": pair[0].reward, "rejected_reward": pair[1].reward}
+        for name, messages in zip(("prompt", "chosen", "rejected"), parts, strict=True):
+            row[name] = json.dumps(messages, ensure_ascii=False)
+        yield pair, row
 
 
-def _iterate_rows(
-    traces: Iterator[Trace],
-    step: int | None,
-    store: MediaStore,
-    verdicts: trace_files.Verdicts,
-    max_bytes: int,
-    counts: ExportCounts,
-) -> Iterator[dict[str, Any]]:
+def _iterate_rows(traces: Iterator[Trace], verdicts: trace_files.Verdicts) -> Rows:
     for trace in traces:
-        counts.rollouts += 1
         path = _get_last_path(trace)
         nodes = [trace.nodes[n] for n in path]
         messages = [openai_message(node.message) for node in nodes]
-        yield {
+        columns = {
             **{name: getattr(trace, name) for name in _COPIED},
-            "step": step,
             "verdict": verdicts.get(trace.id, ""),
             "trace_id": trace.id,
             "rewards": json.dumps(trace.rewards),
@@ -278,8 +261,8 @@ def _iterate_rows(
             "token_ids": trace.tokens(path),
             "sampled": [i >= n.sampled_start for n in nodes for i in range(len(n.token_ids))],
             "logprobs": [value for node in nodes for value in node.logprobs.numpy().tolist()],
-            **_read_images([trace], store, max_bytes, counts),
         }
+        yield [trace], columns
 
 
 def _read_images(
@@ -290,8 +273,10 @@ def _read_images(
     refs = {ref.digest: ref for slot in slots for ref in slot.item.refs}
     images, num_bytes = [], 0
     for digest, ref in refs.items():
-        # The column holds images only.
-        data = None if ref.is_video else _find_bytes(store, digest)
+        data = None
+        if not ref.is_video:  # the column holds images only
+            with suppress(MediaError):
+                data = store.get(store.get_ref(digest))
         if data is None or num_bytes + len(data) > max_bytes:
             counts.left_out += 1
             continue
@@ -299,10 +284,3 @@ def _read_images(
         images.append({"bytes": data, "path": digest})
     counts.images += len(images)
     return {"image_digests": list(refs), "images": images}
-
-
-def _find_bytes(store: MediaStore, digest: str) -> bytes | None:
-    try:
-        return store.get(store.get_ref(digest))
-    except MediaError:
-        return None

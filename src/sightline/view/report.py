@@ -25,7 +25,7 @@ from sightline.view.events import find_number, numbers_of, read_events
 from sightline.view.formatting import clean, fixed, percent, whole
 from sightline.view.run_files import RunFiles
 from sightline.view.summary import build_summary, evals_by_name, headlines, swapped_reward
-from sightline.view.timeline import build_timeline
+from sightline.view.timeline import build_timeline, total_s
 from sightline.view.transcript import format_transcript
 from sightline.wire.file import write_atomic
 
@@ -44,7 +44,7 @@ def write_report(run_dir: RunDir) -> Path:
     files = RunFiles(run_dir)
     summary = files.find_summary() or build_summary(events)
     drops = Counter(str(e.values.get("reason", "")) for e in events if e.kind == "dropped")
-    verdicts = numbers_of(summary, "verdicts")
+    verdicts, timeline = numbers_of(summary, "verdicts"), build_timeline(events)
     environment = Environment(
         autoescape=False,  # the template escapes every text with `md` or `fence`
         undefined=StrictUndefined,
@@ -60,7 +60,8 @@ def write_report(run_dir: RunDir) -> Path:
         evals=_eval_table(evals_by_name(events)),
         verdicts=[(name, whole(number)) for name, number in verdicts.items()],
         drops=[(name, whole(number)) for name, number in drops.items()],
-        timeline=build_timeline(events),
+        trainer_s=total_s(timeline.trainer),
+        both_s=total_s(timeline.both),
         transcripts=_transcripts(run_dir),
         settings_text=files.settings_text,
     )

@@ -6,7 +6,8 @@ Missing or damaged files count as empty. Setting names from earlier versions are
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sightline.media import MediaStore, is_address, open_store
 from sightline.regular_file import read_bytes, read_text
 from sightline.render import Tokenizer
 from sightline.run.run_dir import RunDir
+from sightline.view.fenced_run_dir import FencedRunDir, is_below
 from sightline.wire.codec import UNREADABLE
 
 MAX_NOTE_CHARS = 20_000
@@ -47,6 +49,19 @@ def _read_text(path: Path) -> str:
 
 def is_run(path: Path) -> bool:
     return (path / "config.toml").is_file() or (path / "metrics.jsonl").is_file()
+
+
+def list_runs(paths: Iterable[Path]) -> dict[Path, FencedRunDir]:
+    """Return the runs at these paths and in these folders, without links out of their folder."""
+    runs: dict[Path, FencedRunDir] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(f"there is no folder {path}", "pass a run, or a folder of runs")
+        root = path.resolve()
+        for run in [path] if is_run(path) else sorted(path.iterdir()):
+            if is_below(root, run) and is_run(run):
+                runs.setdefault(run, FencedRunDir(run, root))
+    return runs
 
 
 def get_run_dir(path: Path) -> RunDir:
@@ -122,32 +137,24 @@ class RunFiles:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None without a checkpoint. Tokens are then shown as ids."""
-        if self.checkpoint is None:
-            return None
-        try:
-            return Tokenizer(self.checkpoint)
-        except Exception:  # the library may raise anything for unreadable files
-            return None
+        with suppress(Exception):  # the library may raise anything for unreadable files
+            return Tokenizer(self.checkpoint) if self.checkpoint else None
+        return None
 
     @cached_property
     def family(self) -> Family | None:
         """The model family; None without a checkpoint, or if the family is not installed."""
-        if self.checkpoint is None:
-            return None
         table = self.get_section("model")
         limits = {k: table[k] for k in ("min_pixels", "max_pixels") if table.get(k) is not None}
-        try:
-            return load_family(self.checkpoint, **limits)
-        except Exception:  # families of other packages may raise anything
-            return None
+        with suppress(Exception):  # families of other packages may raise anything
+            return load_family(self.checkpoint, **limits) if self.checkpoint else None
+        return None
 
     def find_summary(self) -> dict[str, Any] | None:
         """Return the summary on disk, or None if the run has continued since."""
         metrics = self.run_dir.metrics
-        try:
+        with suppress(OSError, *UNREADABLE):
             newest = metrics.stat().st_mtime if metrics.exists() else 0.0
             if self.run_dir.summary.stat().st_mtime >= newest:
                 return msgspec.json.decode(read_bytes(self.run_dir.summary), type=dict[str, Any])
-        except (OSError, *UNREADABLE):
-            pass
         return None

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,8 +26,8 @@ from sightline.run.run_dir import RunDir
 from sightline.view import formatting
 from sightline.view.console import describe_events, step_line
 from sightline.view.events import by_step, find_number, is_end_damaged, read_events
-from sightline.view.fenced_run_dir import FencedRunDir, is_below
-from sightline.view.run_files import RunFiles, is_run
+from sightline.view.fenced_run_dir import FencedRunDir
+from sightline.view.run_files import RunFiles, list_runs
 from sightline.view.summary import active_seconds, build_summary
 from sightline.wire.event import Event
 from sightline.wire.file import read_lines
@@ -65,22 +66,20 @@ class Launcher(NamedTuple):
 
 def find_launcher(run_dir: RunDir) -> Launcher | None:
     """Return the launcher that holds the lock of a run, or None."""
-    try:
-        with open_file(run_dir.lock) as file:
-            pid, _, host = file.read(1000).decode(errors="replace").partition(" ")
-            launcher = Launcher(int(pid or 0), host)
-            if launcher.pid < 1:  # as a signal's target, these are groups of processes
-                return None
-            # Testing the lock takes it briefly, and no launcher could start then. Do not test it if
-            # the recorded process is gone.
-            if launcher.is_here and not _is_alive(launcher.pid):
-                return None
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return launcher
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        pass
+    missing = (FileNotFoundError, NotADirectoryError, ValueError)
+    with suppress(*missing), open_file(run_dir.lock) as file:
+        pid, _, host = file.read(1000).decode(errors="replace").partition(" ")
+        launcher = Launcher(int(pid or 0), host)
+        if launcher.pid < 1:  # as a signal's target, these are groups of processes
+            return None
+        # Testing the lock takes it briefly, and no launcher could start then. Do not test it if the
+        # recorded process is gone.
+        if launcher.is_here and not _is_alive(launcher.pid):
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return launcher
     return None
 
 
@@ -219,12 +218,14 @@ def get_status(run_dir: RunDir) -> RunStatus:
     if launcher and events and seconds is not None:
         seconds += time.time() - events[-1].time
     oldest = next(iter(events or islice(read_events(metrics), 1)), None)
-    command = "sft" if "sft" in files.settings else "rl"
+    run_id, command = "", "sft" if "sft" in files.settings else "rl"
+    with suppress(SightlineError):
+        run_id = fenced.read_id()[:_MAX_ID_CHARS]
     if oldest is not None and oldest.process == PREVIEW:
         command, total = PREVIEW, find_number(files.get_section("eval"), "tasks")
     return RunStatus(
         run_dir=run_dir,
-        run_id=_read_run_id(fenced),
+        run_id=run_id,
         state=state.name,
         cause=state.problem if state.name == FAILED else "",
         command=command,
@@ -239,13 +240,6 @@ def get_status(run_dir: RunDir) -> RunStatus:
         seconds=seconds,
         launcher=launcher,
     )
-
-
-def _read_run_id(run_dir: RunDir) -> str:
-    try:
-        return run_dir.read_id()[:_MAX_ID_CHARS]
-    except SightlineError:
-        return ""
 
 
 def describe_end(status: RunStatus, settings: RunConfig) -> str:
@@ -265,19 +259,9 @@ def describe_end(status: RunStatus, settings: RunConfig) -> str:
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunDir]:
-    """Return the runs at these paths and in these folders, oldest first.
-
-    Links that lead out of their folder are skipped.
-    """
-    run_dirs: dict[Path, RunDir] = {}
-    for path in paths:
-        if not path.is_dir():
-            raise ConfigError(f"there is no folder {path}", "pass a run, or a folder of runs")
-        root = path.resolve()
-        for run in [path] if is_run(path) else path.iterdir():
-            if is_below(root, run) and is_run(run):
-                run_dirs.setdefault(run, FencedRunDir(run, root))
-    return sorted(run_dirs.values(), key=lambda run_dir: (_began(run_dir), run_dir.path))
+    """Return the runs at these paths and in these folders, oldest first."""
+    runs = list_runs(paths).values()
+    return sorted(runs, key=lambda run_dir: (_began(run_dir), run_dir.path))
 
 
 def _began(run_dir: RunDir) -> float:
@@ -291,17 +275,15 @@ def measure_bytes(*folders: Path) -> int:
     for top in folders:
         for folder, _, names in os.walk(top):
             for name in names:
-                try:
+                with suppress(FileNotFoundError):
                     total += os.lstat(os.path.join(folder, name)).st_size
-                except FileNotFoundError:
-                    continue
     return total
 
 
-def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = False) -> None:
+def print_runs(statuses: Sequence[RunStatus], ids: bool = False) -> None:
     """Print a table with one line per run."""
     if not statuses:
-        console.print("no runs")
+        print("no runs")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
@@ -321,10 +303,10 @@ def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = Fals
             decimal(measure_bytes(status.run_dir.path)),
             *([Text(formatting.clean(status.run_id) or formatting.NOTHING)] if ids else []),
         )
-    _print(table, console)
+    _print(table)
 
 
-def print_status(status: RunStatus, console: Console) -> None:
+def print_status(status: RunStatus) -> None:
     """Print the status of one run, its last events, and the command that resumes it."""
     events = list(read_events(FencedRunDir.of(status.run_dir).metrics))
     phase, lines = describe_events(events)
@@ -358,10 +340,11 @@ def print_status(status: RunStatus, console: Console) -> None:
     rows += [("", f"{_format_time(when)}  {line}") for when, line in lines[-_NUM_EVENTS:]]
     if status.state in (STOPPED, FAILED) and status.command != PREVIEW:
         rows.append(("resume", status.resume_command))
-    _print(formatting.pairs_table(rows), console)
+    _print(formatting.pairs_table(rows))
 
 
-def _print(table: Table, console: Console) -> None:
+def _print(table: Table) -> None:
+    console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_FILE
     console.print(table)

@@ -7,36 +7,19 @@ the wall clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sightline.wire.event import Event
 
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    server: list[Interval]
-    trainer: list[Interval]
+class Timeline(NamedTuple):
     """Disjoint intervals in order, in seconds since 1970."""
 
-    @property
-    def both(self) -> list[Interval]:
-        return intersect_intervals(self.server, self.trainer)
-
-    @property
-    def trainer_s(self) -> float:
-        return total_s(self.trainer)
-
-    @property
-    def both_s(self) -> float:
-        return total_s(self.both)
-
-    @property
-    def share(self) -> float | None:
-        """Fraction of the trainer's busy time during which the server was busy too."""
-        return self.both_s / self.trainer_s if self.trainer_s else None
+    server: list[Interval]
+    trainer: list[Interval]
+    both: list[Interval]
 
 
 def build_timeline(events: Iterable[Event]) -> Timeline:
@@ -48,7 +31,8 @@ def build_timeline(events: Iterable[Event]) -> Timeline:
             server += [i for i in map(_parse_interval, intervals or ()) if i]
         elif event.kind == "train" and (interval := _parse_interval(event.values.get("busy"))):
             trainer.append(interval)
-    return Timeline(merge_intervals(server), merge_intervals(trainer))
+    server, trainer = merge_intervals(server), merge_intervals(trainer)
+    return Timeline(server, trainer, intersect_intervals(server, trainer))
 
 
 def _parse_interval(value: Any) -> Interval | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from functools import reduce
 from operator import or_
 from typing import Any, Generic, TypeVar
@@ -59,6 +60,14 @@ def find_json_excess(body: bytes, max_model_len: int) -> str:
 def get_release() -> str:
     """Return the version that a process reports in a handshake."""
     return f"sightline {sightline.__version__}"
+
+
+def find_version(package: str) -> str:
+    """Return the version of an installed package, or an empty string."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def check_release(release: str, who: str) -> None:

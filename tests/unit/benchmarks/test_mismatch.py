@@ -22,9 +22,9 @@ from benchmarks.harness.mismatch_run import (
 )
 from benchmarks.mismatch import Result
 from sightline.algo.losses import LossInputs
-from sightline.compute.weights import read_weights
 from sightline.errors import ConfigError
 from sightline.wire.file import append_line
+from tests.read_back import read_weights
 
 SMALL = StudySize(steps=4, groups=2, group_size=2, eval_tasks=2, gradient_every=4)
 

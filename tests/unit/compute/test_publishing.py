@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.tensor_file import HostCopy, is_intact, write_tensors
 from sightline.compute.weight_transport import WeightReceiver
-from sightline.compute.weights import read_weights, write_weights
+from sightline.compute.weights import write_weights
 from sightline.errors import WeightsError
 from sightline.families.device_copy import PIECE_BYTES
 from sightline.wire.weights import Manifest, read_manifest
+from tests.read_back import read_weights
 
 
 def tensors() -> dict[str, torch.Tensor]:

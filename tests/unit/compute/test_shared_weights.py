@@ -14,10 +14,11 @@ from unit.compute.test_publishing import tensors
 
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.shared_weights import HOST_MEMORY, SharedWeights, map_shared
-from sightline.compute.weights import read_weights, write_weights
+from sightline.compute.weights import write_weights
 from sightline.compute.weights_digest import ROW_BYTES, digest_weights
 from sightline.errors import WeightsError, WeightsGone
 from sightline.wire.weights import Manifest, read_manifest
+from tests.read_back import read_weights
 
 HOLDER = """
 import sys, time

@@ -20,7 +20,7 @@ class CountedPages(KVCache):
 
     def reserve(self, plan: StepPlan) -> None:
         super().reserve(plan)
-        self.most = max(self.most, self.num_used_pages)
+        self.most = max(self.most, len(self._num_users) - len(self._free))
 
 
 def limit_pages(engine: TorchEngine, num_pages: int, token_bytes: int) -> CountedPages:

@@ -14,7 +14,6 @@ from unit.trainer.test_lora import BOTH, TEXT, batch_of, describe
 
 from sightline.compute.fused_layers import _join
 from sightline.compute.model import MODEL_DTYPES, load_model
-from sightline.compute.weights import read_weights
 from sightline.config import LoraConfig
 from sightline.errors import WeightsError
 from sightline.families import Forward, load_family, load_renderer
@@ -24,6 +23,7 @@ from sightline.media import MediaStore
 from sightline.message import user
 from sightline.trainer.learner import Learner
 from sightline.wire.weights import Adapter, Manifest
+from tests.read_back import read_weights
 
 Version = tuple[Manifest, dict[str, torch.Tensor]]
 

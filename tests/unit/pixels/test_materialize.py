@@ -14,7 +14,8 @@ import pytest
 from sightline.errors import MediaMissing
 from sightline.families import Family, load_family
 from sightline.media import MediaStore
-from sightline.pixels import Materializer, pixel_digest
+from sightline.pixels import Materializer
+from sightline.pixels.pixels import pixel_digest
 
 
 @pytest.fixture

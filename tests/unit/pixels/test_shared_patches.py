@@ -14,8 +14,8 @@ import pytest
 from sightline.errors import MediaError
 from sightline.families import Family, load_family
 from sightline.media import MediaStore
-from sightline.pixels import Materializer, SharedPatches
-from sightline.pixels.pixels import PREFIX
+from sightline.pixels import Materializer
+from sightline.pixels.pixels import PREFIX, SharedPatches
 from sightline.wire import MediaItem
 
 OTHER = """
@@ -23,7 +23,8 @@ import sys
 from pathlib import Path
 from sightline.families import load_family
 from sightline.media import MediaStore
-from sightline.pixels import Materializer, SharedPatches
+from sightline.pixels import Materializer
+from sightline.pixels.pixels import SharedPatches
 from sightline.wire import MediaItem
 import msgspec
 family, store = load_family(sys.argv[1]), MediaStore(Path(sys.argv[2]))

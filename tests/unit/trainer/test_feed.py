@@ -65,7 +65,7 @@ def test_pixel_difference_of_one_level_is_refused(tiny_model: Path, store: Media
     item = sample.items[0]
     patches = family.patches(store.image(item.ref), item).copy()
     patches[0, 0] ^= 1
-    from sightline.pixels import pixel_digest
+    from sightline.pixels.pixels import pixel_digest
 
     digest = pixel_digest(item, patches)
     slots = [Slot(s.offset, s.length, s.item, digest) for s in sample.slots]

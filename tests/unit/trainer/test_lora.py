@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from sightline.compute.lora_weights import AdapterBase, resolve_parameter
 from sightline.compute.model import MODEL_DTYPES, load_model
-from sightline.compute.weights import read_weights
 from sightline.config import LoraConfig, RunFile, SftFile, validate_config
 from sightline.errors import ConfigError
 from sightline.families import load_family
@@ -37,6 +36,7 @@ from sightline.trainer.lora import (
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire.sample import Batch
 from sightline.wire.weights import Adapter
+from tests.read_back import read_weights
 
 BOTH = {"rank": 4, "alpha": 8.0, "vision_targets": ("*",)}
 TEXT = {"rank": 4, "alpha": 8.0}

@@ -161,7 +161,7 @@ def test_a_frozen_tower_keeps_its_weights_and_its_version(
 ) -> None:
     from safetensors.torch import load_file
 
-    from sightline.compute.weights import read_manifest
+    from sightline.wire.weights import read_manifest
 
     config = run_file(tiny_model)
     frozen = config.model_copy(

@@ -13,7 +13,6 @@ import tiny_run
 from fastapi.testclient import TestClient
 
 from sightline.cli.main import main
-from sightline.compute.weights import read_weights
 from sightline.config import RunFile, load_config
 from sightline.launch.claim import check_model_unchanged, read_secret
 from sightline.media import MediaStore
@@ -28,6 +27,7 @@ from sightline.view.report import write_report
 from sightline.view.run_status import get_status
 from sightline.wire.micro_batch import StepScores
 from sightline.wire.sample import Batch
+from tests.read_back import read_weights
 
 VERSIONS = sorted(path.name for path in tiny_run.GOLDEN.iterdir())
 

@@ -146,10 +146,7 @@ def account_server(
 
 
 def account_device(timeline: Timeline, window: Interval) -> Seconds:
-    server, trainer, both = (
-        total_s(intersect_intervals(side, [window]))
-        for side in (timeline.server, timeline.trainer, timeline.both)
-    )
+    server, trainer, both = (total_s(intersect_intervals(side, [window])) for side in timeline)
     return {
         "server alone": server - both,
         "trainer alone": trainer - both,

@@ -29,13 +29,11 @@ from sightline.families.anyvlm.findings import (
     AdmissionAnswer,
     Findings,
     digest_sources,
-    find_version,
 )
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.regular_file import read_bytes
-
-__all__ = ["claims", "load_family", "load_renderer"]
+from sightline.wire.codec import find_version
 
 IS_FALLBACK = True
 """Use this family only if no other family claims a checkpoint."""

@@ -31,7 +31,6 @@ from sightline.families.anyvlm.findings import (
     Findings,
     RowArray,
     digest_sources,
-    find_version,
 )
 from sightline.families.anyvlm.forward import TOKEN_TYPES, find_encoder, find_text
 from sightline.families.anyvlm.image_tokens import count_rows
@@ -50,6 +49,7 @@ from sightline.families.vision_family import compute_mrope_positions
 from sightline.media import MediaRef
 from sightline.message import Message, TextPart, assistant, system, user
 from sightline.wire import MediaItem, Slot
+from sightline.wire.codec import find_version
 
 
 def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sightline.errors import FamilyError
-from sightline.families.anyvlm.findings import UNSUPPORTED, find_version
+from sightline.families.anyvlm.findings import UNSUPPORTED
 from sightline.families.anyvlm.forward import find_auto_class
 from sightline.families.anyvlm.image_tokens import ImageTokens
 from sightline.families.anyvlm.processor import (
@@ -26,6 +26,7 @@ from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.checkpoint_files import first_line
 from sightline.render import ChatTemplate
 from sightline.render.protocol import Tools
+from sightline.wire.codec import find_version
 
 
 class Checkpoint:

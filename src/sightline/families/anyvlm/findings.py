@@ -6,7 +6,6 @@ Every process that can access the folder can read them.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,10 +134,3 @@ def digest_sources(path: Path) -> str:
             digest.update(name.encode())
             digest.update(hashlib.sha256(read_bytes(file)).digest())
     return digest.hexdigest()
-
-
-def find_version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

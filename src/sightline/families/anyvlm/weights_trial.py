@@ -146,7 +146,12 @@ class WeightsTrial:
             )
 
     def _draw_short(self) -> tuple[list[Message], list[Image.Image]]:
-        messages, images = _draw_conversation()
+        images = []
+        for seed, (width, height) in enumerate(((64, 40), (50, 90))):
+            noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+            images.append(Image.fromarray(noise))
+        refs = [MediaRef(f"{i}" * 64, "image/png", *im.size, 1) for i, im in enumerate(images)]
+        messages = [user("look", refs[0]), assistant("yes"), user(refs[1], "and this?")]
         return (messages, images) if self.family.shows_media else (remove_images(messages), [])
 
     def _draw_long(self) -> tuple[list[Message], list[Image.Image]]:
@@ -231,12 +236,3 @@ class WeightsTrial:
             features = torch.cat(image_features)
         ids, axes, at = (torch.from_numpy(x).to(device) for x in (token_ids, along, places))
         return self.forward.hidden(ids[None], axes[:, None], features, at, pattern)[0]
-
-
-def _draw_conversation() -> tuple[list[Message], list[Image.Image]]:
-    images = []
-    for seed, (width, height) in enumerate(((64, 40), (50, 90))):
-        noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        images.append(Image.fromarray(noise))
-    first, two = (MediaRef(f"{i}" * 64, "image/png", *im.size, 1) for i, im in enumerate(images))
-    return [user("look", first), assistant("yes"), user(two, "and this?")], images

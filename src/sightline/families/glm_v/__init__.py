@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sightline.families.glm_v.render import load_renderer
+from sightline.families.glm_v.render import load_renderer as load_renderer
 from sightline.families.glm_v.vision import GlmVFamily
 
 MODEL_TYPES = ("glm4v", "glm46v", "glm4v_moe")
-
-__all__ = ["claims", "load_family", "load_renderer"]
 
 
 def claims(config: dict[str, Any]) -> bool:

@@ -8,11 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sightline.families.llama3.render import load_renderer
+from sightline.families.llama3.render import load_renderer as load_renderer
 from sightline.families.protocol import Family
 from sightline.families.vision_family import TextOnlyFamily
-
-__all__ = ["claims", "load_family", "load_renderer"]
 
 
 def claims(config: dict[str, Any]) -> bool:

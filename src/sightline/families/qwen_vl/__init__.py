@@ -11,14 +11,13 @@ from typing import Any
 
 from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import Family
-from sightline.families.qwen_vl.formats import FORMATS, load_renderer
+from sightline.families.qwen_vl.formats import FORMATS
+from sightline.families.qwen_vl.formats import load_renderer as load_renderer
 from sightline.families.qwen_vl.vision import QwenVLFamily
 from sightline.families.vision_family import TextOnlyFamily
 
 IS_DEFAULT = True
 """Commands use this family when none is given."""
-
-__all__ = ["claims", "load_family", "load_renderer"]
 
 
 def claims(config: dict[str, Any]) -> bool:

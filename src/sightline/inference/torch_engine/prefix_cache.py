@@ -53,21 +53,18 @@ class PrefixCache(dict[int, CachedPrefix]):
         return row
 
 
-class PromptRows:
-    """Rows by prompt, which may still be in progress, so that a group computes it only once."""
+class PromptRows(dict[PromptKey, tuple[int, dict[str, str]]]):
+    """A row that begins with each prompt, and the digests of its items.
 
-    def __init__(self) -> None:
-        self._entries: dict[PromptKey, tuple[int, dict[str, str]]] = {}
-
-    def find(self, key: PromptKey) -> tuple[int, dict[str, str]] | None:
-        """Return a row that begins with the prompt, and the digests of its items."""
-        return self._entries.get(key)
+    The row may still compute the prompt, so that a group computes it only once.
+    """
 
     def add(self, row: int, key: PromptKey, digests: dict[str, str]) -> None:
         """Record that `row` begins with the prompt. `digests` may be filled later."""
         self.forget(row)
-        self._entries.setdefault(key, (row, digests))
+        self.setdefault(key, (row, digests))
 
     def forget(self, row: int) -> None:
         """Drop a row that no longer holds its prompt."""
-        self._entries = {key: entry for key, entry in self._entries.items() if entry[0] != row}
+        for key in [key for key, entry in self.items() if entry[0] == row]:
+            del self[key]

@@ -109,7 +109,7 @@ class Scheduler:
             key = (request.prompt.tobytes(), places)
             # Each request computes the last token of its prompt, which predicts the next one.
             has_room = all(slot.end < len(request.prompt) for slot in request.slots)
-            if reads_cache and has_room and self.prompts.find(key) is not None:
+            if reads_cache and has_room and key in self.prompts:
                 request.awaited_prompt = key
             elif self.enable_prefix_caching:
                 self.prompts.add(request.row, key, request.digests)
@@ -183,7 +183,7 @@ class Scheduler:
         The request computes the prompt itself if that row is gone, or if its recurrent state has
         advanced past the prompt.
         """
-        entry, length = self.prompts.find(key), len(request.prompt) - 1
+        entry, length = self.prompts.get(key), len(request.prompt) - 1
         if entry is not None and self.family.packing.carries_state:
             self.rows.pause[entry[0]] = length
             if self.rows.computed[entry[0]] > length:

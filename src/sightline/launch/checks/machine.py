@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import sightline
@@ -13,6 +12,7 @@ from sightline.launch.processes import num_cores
 from sightline.media.files import measure_free_space
 from sightline.regular_file import read_text
 from sightline.run.machine import has_gpu
+from sightline.wire.codec import find_version
 
 MACHINE = "machine"
 SPARE_BYTES = 1 << 30
@@ -68,14 +68,6 @@ def read_available_memory() -> int:
     lines = read_text("/proc/meminfo").splitlines()
     [available] = [line for line in lines if line.startswith("MemAvailable:")]
     return int(available.split()[1]) * 1024
-
-
-def find_version(package: str) -> str:
-    """Return the version of an installed package, or an empty string."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 MACHINE_CHECKS = (

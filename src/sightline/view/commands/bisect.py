@@ -17,11 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from sightline.run import RunDir
     from sightline.view.bisect import bisect_runs, print_bisection
 
     bisection = bisect_runs(RunDir(args.first), RunDir(args.second))
-    print_bisection(bisection, Console())
+    print_bisection(bisection)
     return int(bisection.difference is not None)

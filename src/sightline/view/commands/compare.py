@@ -22,8 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from sightline.run import RunDir
     from sightline.view.compare import compare_runs, print_comparison
 
@@ -33,6 +31,5 @@ def run(args: argparse.Namespace) -> int:
             "name two runs, or two sides: sightline compare RUN RUN --with RUN RUN",
         )
     first, second = (args.runs, args.others) if args.others else (args.runs[:1], args.runs[1:])
-    comparison = compare_runs(list(map(RunDir, first)), list(map(RunDir, second)))
-    print_comparison(comparison, Console())
+    print_comparison(compare_runs(list(map(RunDir, first)), list(map(RunDir, second))))
     return 0

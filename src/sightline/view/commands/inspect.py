@@ -23,8 +23,6 @@ def run(args: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
-    from rich.console import Console
-
     from sightline.run import RunDir
     from sightline.view.inspect import inspect_run, print_inspection
 
@@ -32,6 +30,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({k: v for k, v in asdict(counts).items() if k != "missing"}))
     else:
-        print_inspection(counts, Console())
+        print_inspection(counts)
     is_blind = args.require_images and not counts.micro_batches_with_references
     return 0 if counts.is_clean and not is_blind else 1

@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from sightline.view.run_status import find_runs, get_status, print_runs
 
-    print_runs([get_status(run_dir) for run_dir in find_runs(args.paths)], Console(), args.ids)
+    print_runs([get_status(run_dir) for run_dir in find_runs(args.paths)], args.ids)
     return 0

@@ -15,10 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from sightline.view.run_files import get_run_dir
     from sightline.view.run_status import get_status, print_status
 
-    print_status(get_status(get_run_dir(args.run_dir)), Console())
+    print_status(get_status(get_run_dir(args.run_dir)))
     return 0

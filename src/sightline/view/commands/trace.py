@@ -41,9 +41,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from sightline.view import trace_commands
 
-    return {
-        "show": trace_commands.show_traces,
-        "export": trace_commands.export_traces,
-        "diff": trace_commands.diff_traces,
-        "replay": trace_commands.replay_traces,
-    }[args.action](args)
+    return int(getattr(trace_commands, f"{args.action}_traces")(args))

@@ -12,6 +12,7 @@ import posixpath
 import re
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,10 +172,8 @@ def _embed_images(view: RunView, digests: set[str]) -> dict[str, str]:
     """Return data URLs of thumbnails. Missing and damaged images are left out."""
     urls = {}
     for digest in sorted(digests):
-        try:
+        with suppress(MediaError):
             urls[digest] = _data_url(*thumbnails.make_thumbnail(view.store, digest, _IMAGE_SIDE))
-        except MediaError:
-            continue
     return urls
 
 

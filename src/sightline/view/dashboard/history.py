@@ -46,10 +46,8 @@ class Column:
         steps = np.array(self._steps)[: len(values)]
         if (steps[1:] > steps[:-1]).all():
             return steps, values
-        order = np.argsort(steps, kind="stable")
-        steps = steps[order]
-        last = np.append(steps[1:] != steps[:-1], True)
-        return steps[last], values[order][last]
+        steps, last = np.unique(steps[::-1], return_index=True)
+        return steps, values[::-1][last]
 
 
 class MetricsHistory(EventTail):

@@ -313,7 +313,11 @@ def _add_rollout(
         "INSERT OR IGNORE INTO says VALUES (?, ?)",
         [(texts[digest], rollout) for digest in new_texts],
     )
-    images = trace_files.collect_images(record.trace)
+    images = [
+        (slot.item.ref, node.id, place)
+        for node in record.trace.nodes
+        for place, slot in enumerate(node.slots)
+    ]
     connection.executemany(
         "INSERT INTO images VALUES (?, ?, ?, ?, ?, 1)"
         " ON CONFLICT (digest) DO UPDATE SET num_shown = num_shown + 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections import Counter
 from typing import Annotated, Any
@@ -51,25 +52,20 @@ class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
     sort: str = "newest"
 
     def where(self) -> tuple[str, list[Any]]:
-        clauses: list[str] = []
-        values: list[Any] = []
-        for column, sign, value in (
-            ("step", ">=", self.step_from),
-            ("step", "<=", self.step_to),
-            ("reward", ">=", self.reward_from),
-            ("reward", "<=", self.reward_to),
-            ("verdict", "=", self.verdict or None),
-            ("env", "=", self.env or None),
-            ("split", "=", self.split or None),
-            ("group_id", "=", self.group or None),
-            ("file", "=", self.file or None),
-            ("error", "=", self.error or None),
-        ):
-            if value is not None:
-                clauses.append(f"{column} {sign} ?")
-                values.append(value)
+        equal = ("verdict", "env", "split", "file", "error")
+        conditions: dict[str, Any] = {
+            "step >= ?": self.step_from,
+            "step <= ?": self.step_to,
+            "reward >= ?": self.reward_from,
+            "reward <= ?": self.reward_to,
+            "group_id = ?": self.group or None,
+            **{f"{name} = ?": getattr(self, name) or None for name in equal},
+        }
+        chosen = {clause: value for clause, value in conditions.items() if value is not None}
+        clauses, values = list(chosen), list(chosen.values())
         if self.text:
-            pattern = f"%{_escape_like(self.text)}%"
+            escaped = re.sub(r"([\\%_])", r"\\\1", self.text)
+            pattern = f"%{escaped}%"
             clauses.append(
                 "(id IN (SELECT rollout FROM says WHERE text IN"
                 " (SELECT id FROM texts WHERE text LIKE ? ESCAPE '\\'))"
@@ -80,12 +76,6 @@ class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
             clauses.append("id IN (SELECT rollout FROM shows WHERE digest = ?)")
             values.append(self.image)
         return (f"WHERE {' AND '.join(clauses)}" if clauses else ""), values
-
-
-def _escape_like(text: str) -> str:
-    for mark in ("\\", "%", "_"):
-        text = text.replace(mark, f"\\{mark}")
-    return text
 
 
 def list_rollouts(

@@ -15,8 +15,7 @@ import msgspec
 
 from sightline.errors import ConfigError
 from sightline.view.dashboard.run_view import RunView
-from sightline.view.fenced_run_dir import FencedRunDir, is_below
-from sightline.view.run_files import is_run
+from sightline.view.run_files import is_run, list_runs
 
 POLL_INTERVAL_S = 1.0
 KEEPALIVE_S = 15.0
@@ -28,12 +27,6 @@ class RunCollection:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._given = [path.resolve() for path in paths]
-        for path in self._given:
-            if not path.is_dir():
-                raise ConfigError(
-                    f"there is no folder {path}",
-                    "name run directories, or a folder that contains some",
-                )
         self._views: dict[Path, RunView] = {}
         self._lock = threading.Lock()
         self.discover()
@@ -42,18 +35,13 @@ class RunCollection:
 
     def discover(self) -> None:
         """Find new runs and drop removed ones."""
-        roots = {
-            run: path
-            for path in self._given
-            for run in ([path] if is_run(path) else sorted(path.iterdir()))
-            if is_below(path, run) and is_run(run)
-        }
+        runs = list_runs(self._given)
         with self._lock:
             for path in [path for path in self._views if not path.is_dir()]:
                 self._views.pop(path).close()
-            for path, root in roots.items():
+            for path, run_dir in runs.items():
                 if path not in self._views:
-                    self._views[path] = RunView(self._key(path), FencedRunDir(path, root))
+                    self._views[path] = RunView(self._key(path), run_dir)
 
     def _key(self, path: Path) -> str:
         used_keys = {view.key for view in self._views.values()}
@@ -65,9 +53,6 @@ class RunCollection:
     def all(self) -> list[RunView]:
         with self._lock:
             return list(self._views.values())
-
-    def find_run(self, key: str) -> RunView | None:
-        return next((view for view in self.all() if view.key == key), None)
 
     def refresh(self) -> None:
         """Read some of the new data of all runs."""

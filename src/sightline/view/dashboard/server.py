@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -32,6 +32,12 @@ from sightline.view.dashboard.run_collection import RunCollection, RunWatcher
 from sightline.view.dashboard.run_view import RunView
 from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
 
+T = TypeVar("T")
+API = (
+    "runs", "live", "metrics", "facets", "rollouts", "groups", "failures", "rollout", "tokens",
+    "mismatch", "images", "image", "processes", "log", "settings",
+)  # fmt: skip
+"""Methods of `Dashboard` that answer `/api/NAME`."""
 PAGES = ("", "rollouts", "rollout", "mismatch", "images", "image", "processes", "settings")
 TYPES = {
     ".html": "text/html",
@@ -71,21 +77,7 @@ def build_app(runs: RunCollection, guard: RequestGuard = LOOPBACK) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=dashboard.lifespan)
     app.router.redirect_slashes = False
     routes: list[tuple[str, Callable[..., Any]]] = [
-        ("/api/runs", dashboard.runs_),
-        ("/api/live", dashboard.live),
-        ("/api/metrics", dashboard.metrics),
-        ("/api/facets", dashboard.facets),
-        ("/api/rollouts", dashboard.rollouts),
-        ("/api/groups", dashboard.groups),
-        ("/api/failures", dashboard.failures),
-        ("/api/rollout", dashboard.rollout),
-        ("/api/tokens", dashboard.tokens),
-        ("/api/mismatch", dashboard.mismatch),
-        ("/api/images", dashboard.images),
-        ("/api/image", dashboard.image),
-        ("/api/processes", dashboard.processes),
-        ("/api/log", dashboard.log),
-        ("/api/settings", dashboard.settings),
+        *((f"/api/{name}", getattr(dashboard, name)) for name in API),
         ("/metrics", dashboard.prometheus),
         ("/media/{run}/{digest}", dashboard.media),
         ("/thumb/{run}/{digest}", dashboard.thumb),
@@ -147,10 +139,8 @@ class Dashboard:
             self._runs.close()
 
     def _run(self, key: str) -> RunView:
-        view = self._runs.find_run(key)
-        if view is None:
-            raise HTTPException(404, f"there is no run {key[:80]!r}")
-        return view
+        view = next((view for view in self._runs.all() if view.key == key), None)
+        return _require(view, f"there is no run {key[:80]!r}")
 
     # --- the application itself
 
@@ -158,15 +148,13 @@ class Dashboard:
         return self.static("index.html")
 
     def static(self, name: str) -> Response:
-        file = self._files.get(name)
-        if file is None:
-            raise HTTPException(404, "file not found")
+        file = _require(self._files.get(name), "file not found")
         headers = {"cache-control": "no-cache"}
         return Response(read_bytes(file), media_type=TYPES[file.suffix], headers=headers)
 
     # --- numbers
 
-    def runs_(self) -> Response:
+    def runs(self) -> Response:
         return _json_response([view.overview() for view in self._runs.all()])
 
     async def live(self) -> Response:
@@ -213,12 +201,14 @@ class Dashboard:
         return _json_response(self._run(run).index.query(queries.count_facets))
 
     def rollouts(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
-        page, index = (wanted, wanted.offset, wanted.limit), self._run(wanted.run).index
-        return _json_response(index.query(queries.list_rollouts, *page))
+        return self._list_page(queries.list_rollouts, wanted)
 
     def groups(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
-        page, index = (wanted, wanted.offset, wanted.limit), self._run(wanted.run).index
-        return _json_response(index.query(queries.list_groups, *page))
+        return self._list_page(queries.list_groups, wanted)
+
+    def _list_page(self, find: Callable[..., Any], wanted: RolloutQuery) -> Response:
+        index = self._run(wanted.run).index
+        return _json_response(index.query(find, wanted, wanted.offset, wanted.limit))
 
     def failures(self, run: str) -> Response:
         view = self._run(run)
@@ -228,19 +218,15 @@ class Dashboard:
     def rollout(self, run: str, file: str, number: Int64) -> Response:
         view = self._run(run)
         rollout = rollout_page.describe_rollout(view, file, number)
-        if rollout is None:
-            files_left = view.index.files_left
-            left = f"; {files_left} files are not indexed yet" if files_left else ""
-            raise HTTPException(404, f"rollout not found{left}")
-        return _json_response(rollout)
+        files_left = view.index.files_left
+        left = f"; {files_left} files are not indexed yet" if files_left else ""
+        return _json_response(_require(rollout, f"rollout not found{left}"))
 
     def tokens(
         self, run: str, file: str, number: Int64, node: int, start: Annotated[int, Query(ge=0)] = 0
     ) -> Response:
         tokens = rollout_page.describe_tokens(self._run(run), file, number, node, start)
-        if tokens is None:
-            raise HTTPException(404, "node not found")
-        return _json_response(tokens)
+        return _json_response(_require(tokens, "node not found"))
 
     # --- images
 
@@ -256,8 +242,7 @@ class Dashboard:
     def image(self, run: str, digest: str) -> Response:
         view = self._run(run)
         image = view.index.query(queries.find_image, digest)
-        if image is None:
-            raise HTTPException(404, "no rollout contains this image")
+        image = _require(image, "no rollout contains this image")
         return _json_response({**image, "missing": digest in view.missing})
 
     def media(self, run: str, digest: str, request: Request) -> Response:
@@ -279,9 +264,7 @@ class Dashboard:
 
     def log(self, run: str, name: str, before: int | None = None) -> Response:
         log = processes.find_log(self._run(run), name, before)
-        if log is None:
-            raise HTTPException(404, "log not found")
-        return _json_response(log)
+        return _json_response(_require(log, "log not found"))
 
     def settings(self, run: str) -> Response:
         view = self._run(run)
@@ -303,6 +286,13 @@ def list_defaults(settings: dict[str, Any]) -> dict[str, Any]:
         else field.get_default(call_default_factory=True)
         for section, name, field in iter_settings(kind)
     }
+
+
+def _require(value: T | None, problem: str) -> T:
+    """Return the value. If there is none, the answer is 404 with the problem."""
+    if value is None:
+        raise HTTPException(404, problem)
+    return value
 
 
 def _check_digest(text: str) -> str:

@@ -8,7 +8,6 @@ from hashlib import blake2b
 from pathlib import Path
 
 from sightline.errors import WireError, summarize_traceback
-from sightline.media import MediaRef
 from sightline.message import Message
 from sightline.regular_file import open_file
 from sightline.run.run_dir import RunDir
@@ -97,15 +96,6 @@ def collect_texts(trace: Trace) -> dict[bytes, str]:
             if text:
                 texts[blake2b(text.encode(), digest_size=12).digest()] = text
     return texts
-
-
-def collect_images(trace: Trace) -> list[tuple[MediaRef, int, int]]:
-    """Return each use of an image: its ref, the node, and its index among the node's images."""
-    return [
-        (slot.item.ref, node.id, place)
-        for node in trace.nodes
-        for place, slot in enumerate(node.slots)
-    ]
 
 
 def read_verdicts(run_dir: RunDir, steps: Collection[int | None]) -> dict[int | None, Verdicts]:

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,6 @@ from sightline.view.events import EventTail
 from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.run_status import RUNNING, find_launcher, find_state
 from sightline.view.sinks import PROBLEM_PREFIX, SINKS, RolloutRow, RunIdentity, Sink, check_sinks
-from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
 
 UPLOAD = "samples"
@@ -135,7 +134,8 @@ class _SinkFeeder:
         events = self._tail.read()
         for event in events:
             if event.kind in STEP_EVENT_KINDS or event.kind == "eval":
-                self._sink.numbers(event.step, _flatten_event(event))
+                prefix = f"{event.kind}." if event.kind in ("eval", "probe", "sft_eval") else ""
+                self._sink.numbers(event.step, flatten_numbers(event.values, prefix))
             if event.kind == "step" and samples_every and event.step % samples_every == 0:
                 self._sink.samples(event.step, build_sample_table(run_dir, store, event.step))
         if events:
@@ -151,11 +151,6 @@ class _SinkFeeder:
     def _save_position(self, offset: int) -> None:
         self._position_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self._position_file, str(offset).encode())
-
-
-def _flatten_event(event: Event) -> dict[str, float]:
-    prefix = f"{event.kind}." if event.kind in ("eval", "probe", "sft_eval") else ""
-    return flatten_numbers(event.values, prefix)
 
 
 def feed_sinks(
@@ -202,7 +197,7 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
     groups: set[str] = set()
     file = run_dir.traces_of(step)
     verdicts = trace_files.read_verdicts(run_dir, [step]).get(step, {})
-    try:
+    with suppress(OSError, SightlineError):  # return the rows so far
         for record in read_records(file):
             if isinstance(record, SightlineError) or record.trace.group_id in groups:
                 continue
@@ -211,19 +206,12 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
             text = "\n".join(f"{node.message.role}: {node.message.text}" for node in trace.nodes)
             slots = (slot for node in trace.nodes for slot in node.slots)
             digests = list(dict.fromkeys(slot.item.ref.digest for slot in slots))
-            thumbs = [_find_thumbnail(store, digest) for digest in digests[:NUM_THUMBNAILS]]
-            images = tuple(thumb for thumb in thumbs if thumb is not None)
-            verdict = verdicts.get(trace.id, "")
-            rows.append(RolloutRow(trace.id, verdict, trace.reward, text[:MAX_CHARS], images))
+            thumbs: list[Image] = []
+            for digest in digests[:NUM_THUMBNAILS]:
+                with suppress(MediaError):
+                    thumbs.append(open_reduced(store, digest, THUMBNAIL_SIDE))
+            fields = verdicts.get(trace.id, ""), trace.reward, text[:MAX_CHARS], tuple(thumbs)
+            rows.append(RolloutRow(trace.id, *fields))
             if len(rows) == NUM_SAMPLES:
                 break
-    except (OSError, SightlineError):
-        pass  # return the rows so far
     return rows
-
-
-def _find_thumbnail(store: MediaStore, digest: str) -> Image | None:
-    try:
-        return open_reduced(store, digest, THUMBNAIL_SIDE)
-    except MediaError:
-        return None
