@@ -13,7 +13,6 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from PIL import Image
@@ -26,12 +25,8 @@ from sightline.media import MediaRef
 from sightline.message import Message, user
 
 RENDER_MODE = "rgb_array"
-
-
-@cache
-def get_render_lock() -> threading.Lock:
-    """Return the process-wide lock for drawing and for closing renderers."""
-    return threading.Lock()
+RENDER_LOCK = threading.Lock()
+"""Held while a frame is drawn or a renderer is closed."""
 
 
 @dataclass(eq=False)
@@ -54,7 +49,6 @@ class GymnasiumEnvironment(Environment):
     def __post_init__(self) -> None:
         gymnasium = import_extra("gymnasium", "gymnasium")
         self.name = f"gymnasium:{self.id}"
-        self.render_lock = get_render_lock()
         if self.module:
             importlib.import_module(self.module)
         self.make: Callable[[], Any] = lambda: gymnasium.make(
@@ -78,7 +72,7 @@ class GymnasiumEnvironment(Environment):
             with warnings.catch_warnings(action="ignore"):
                 env = self.make()
                 env.reset(seed=0)
-                with self.render_lock:
+                with RENDER_LOCK:
                     frame = env.render()
                     env.close()
         except (error_type, TypeError) as error:
@@ -141,7 +135,7 @@ class _Episode:
 
     async def observe(self, chat: Chat, is_first: bool) -> Message:
         def draw() -> MediaRef:
-            with self.owner.render_lock:
+            with RENDER_LOCK:
                 frame = self.env.render()
             return chat.put(self.owner.scale(frame))
 
@@ -166,7 +160,7 @@ class _Episode:
     def close(self) -> None:
         env, self.env = self.env, None
         if env is not None:
-            with self.owner.render_lock:
+            with RENDER_LOCK:
                 env.close()
 
 

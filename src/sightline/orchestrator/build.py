@@ -29,7 +29,7 @@ from sightline.orchestrator.run_state import Progress, RunState
 from sightline.orchestrator.server_pool import ServerPool
 from sightline.orchestrator.step_metrics import StepMetrics
 from sightline.orchestrator.task_order import TaskOrder, load_task_order
-from sightline.orchestrator.teacher import NoTeacher, ServedTeacher
+from sightline.orchestrator.teacher import ServedTeacher
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
@@ -78,13 +78,11 @@ def build_servers(
     )
 
 
-def build_teacher(
-    config: RunFile, store: MediaStore, progress: Progress
-) -> ServedTeacher | NoTeacher:
+def build_teacher(config: RunFile, store: MediaStore, progress: Progress) -> ServedTeacher | None:
     """Build the client of the teacher's server, if there is one."""
     settings = config.algorithm
     if not settings.teacher_server:
-        return NoTeacher()
+        return None
     folder = resolve_checkpoint(settings.teacher)
     family = load_family(folder)
     client = GenerateClient(

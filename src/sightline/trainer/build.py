@@ -104,8 +104,12 @@ def build_learner(
     algorithm = algorithm or load_algorithm(AlgorithmConfig())
     device = pick_rank_device(trainer.device, ranks)
     dims = ParallelDims.of(ranks, trainer)
-    if device.type == "cpu":
-        model.check_exact_on_cpu(dims.size)
+    if device.type == "cpu" and model.exact and dims.size > 1:
+        raise ConfigError(
+            f"[model] exact = true with {dims.size} ranks on CPUs: exact CPU runs encode one image "
+            "at a time, and ranks have different numbers of images",
+            "set [trainer] ranks = 1, or train on GPUs",
+        )
     family = load_family(model.path, model.exact, **model.overrides())
     check_parallel(family, model.path, trainer, model.exact)
     loads_teacher = algorithm.needs.teacher_logprobs and not algorithm.settings.teacher_server
