@@ -233,12 +233,6 @@ def iter_settings(kind: type[ConfigSection]) -> Iterator[tuple[str, str, Any]]:
             yield section, name, field
 
 
-def keep_planned(old: AnyRun, new: AnyRun) -> AnyRun:
-    """Return `new`, where it leaves micro-batches unset, with those of the run that it resumes."""
-    tokens = new.trainer.micro_batch_tokens or old.trainer.micro_batch_tokens
-    return new.with_values("trainer", micro_batch_tokens=tokens)
-
-
 def check_resume(old: AnyRun, new: AnyRun) -> None:
     """Raise if a setting changed that a resume may not change."""
     for section, name, field in iter_settings(type(old)):

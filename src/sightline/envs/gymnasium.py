@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from PIL import Image
@@ -25,8 +26,12 @@ from sightline.media import MediaRef
 from sightline.message import Message, user
 
 RENDER_MODE = "rgb_array"
-RENDER_LOCK = threading.Lock()
-"""Held while a frame is drawn or a renderer is closed."""
+
+
+@cache
+def get_render_lock() -> threading.Lock:
+    """Return the process-wide lock for drawing and for closing renderers."""
+    return threading.Lock()
 
 
 @dataclass(eq=False)
@@ -49,6 +54,7 @@ class GymnasiumEnvironment(Environment):
     def __post_init__(self) -> None:
         gymnasium = import_extra("gymnasium", "gymnasium")
         self.name = f"gymnasium:{self.id}"
+        self.render_lock = get_render_lock()
         if self.module:
             importlib.import_module(self.module)
         self.make: Callable[[], Any] = lambda: gymnasium.make(
@@ -72,7 +78,7 @@ class GymnasiumEnvironment(Environment):
             with warnings.catch_warnings(action="ignore"):
                 env = self.make()
                 env.reset(seed=0)
-                with RENDER_LOCK:
+                with self.render_lock:
                     frame = env.render()
                     env.close()
         except (error_type, TypeError) as error:
@@ -135,7 +141,7 @@ class _Episode:
 
     async def observe(self, chat: Chat, is_first: bool) -> Message:
         def draw() -> MediaRef:
-            with RENDER_LOCK:
+            with self.owner.render_lock:
                 frame = self.env.render()
             return chat.put(self.owner.scale(frame))
 
@@ -160,7 +166,7 @@ class _Episode:
     def close(self) -> None:
         env, self.env = self.env, None
         if env is not None:
-            with RENDER_LOCK:
+            with self.owner.render_lock:
                 env.close()
 
 

@@ -105,9 +105,8 @@ async def main(
         _keep_server_changes(run_dir, config.inference.servers, pool, new_client),
         _keep_placing_servers(run_dir, placed, pool, new_client),
         _keep_checking_store(store, run_dir.read_id()),
+        *([] if orchestrator.teacher is None else [orchestrator.teacher.keep_lease()]),
     ]
-    if orchestrator.teacher is not None:
-        helpers.append(orchestrator.teacher.keep_lease())
     if orchestrator.background_evaluator is not None:
         helpers.append(orchestrator.background_evaluator.keep_evaluating())
     try:

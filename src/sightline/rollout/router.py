@@ -20,7 +20,7 @@ import random
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sightline.errors import EngineError
 from sightline.rollout.client import (
@@ -195,7 +195,9 @@ class ServerRouter:
         return ""
 
     def _open(self, status: ServerStatus, token: str) -> RoutedServer:
-        server = RoutedServer(self.template.for_server(status.url, token), status)
+        # Without retries: the router may choose another server.
+        client = replace(self.template, base_url=status.url, token=token, max_tries=1)
+        server = RoutedServer(client, status)
         self._all.append(server)
         return server
 

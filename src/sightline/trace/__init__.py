@@ -8,27 +8,13 @@ A model call is prepared, sent and committed. Committed turns can train:
     samples = flatten(trace)
 """
 
-from sightline.trace.codec import (
-    decode_trace,
-    encode_trace,
-    encode_traces,
-    read_traces,
-    write_traces,
-)
-from sightline.trace.node import Node, PolicySpan
-from sightline.trace.sample import flatten
-from sightline.trace.trace import Trace
-from sightline.trace.turn import Turn
-
-__all__ = [
-    "Node",
-    "PolicySpan",
-    "Trace",
-    "Turn",
-    "decode_trace",
-    "encode_trace",
-    "encode_traces",
-    "flatten",
-    "read_traces",
-    "write_traces",
-]
+from sightline.trace.codec import decode_trace as decode_trace
+from sightline.trace.codec import encode_trace as encode_trace
+from sightline.trace.codec import encode_traces as encode_traces
+from sightline.trace.codec import read_traces as read_traces
+from sightline.trace.codec import write_traces as write_traces
+from sightline.trace.node import Node as Node
+from sightline.trace.node import PolicySpan as PolicySpan
+from sightline.trace.sample import flatten as flatten
+from sightline.trace.trace import Trace as Trace
+from sightline.trace.turn import Turn as Turn

@@ -31,12 +31,6 @@ from sightline.trainer.shard import ShardedModel
 from sightline.wire.micro_batch import MicroBatch
 
 
-def has_frozen_tower(forward: Forward) -> bool:
-    """Return whether the model has a vision tower without trained parameters."""
-    parameters = [parameter for _, parameter in forward.vision_parameters()]
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
-
-
 @dataclass
 class FrozenTowerFeatures:
     forward: Forward
