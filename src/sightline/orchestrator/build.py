@@ -54,7 +54,7 @@ def open_best_checkpoint(
 def build_client(config: RunFile, secret: str, url: str, is_own: bool) -> GenerateClient:
     """Build the client for a server. Tokens of the run's own servers come from its secret."""
     inference = config.inference
-    token = derive_control_token(secret) if is_own else inference.read_control_token()
+    token = derive_control_token(secret) if is_own else inference.read_token(for_control=True)
     return load_engine(inference.engine).build_client(url, token=token)
 
 
@@ -108,8 +108,7 @@ def build(
 ) -> Orchestrator:
     settings = config.orchestrator
     blobs = open_blobs(store.root, config.media.read_token(for_control=True))
-    owns_servers = not config.inference.servers
-    policies = PublishedPolicies(run_dir.read_id(), run_dir.weights, owns_servers)
+    policies = PublishedPolicies(run_dir.read_id(), run_dir.weights, not config.inference.servers)
     progress = run_state.progress
     task_order = TaskOrder(
         load_task_order(settings),

@@ -66,8 +66,7 @@ class GenerateClient(RetryingClient):
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Send a request and return the validated answer."""
-        body = msgspec.json.encode(request)
-        answer = await self.request("POST", "/inference/v1/generate", body)
+        answer = await self.request("POST", "/inference/v1/generate", msgspec.json.encode(request))
         await self.pacer.wait_for_pass()
         response = decode_answer(answer, GenerateResponse)
         check_answer(request, response, self.vocab_size, self.banned_token_ids, self.max_model_len)

@@ -376,8 +376,7 @@ def _build_batches(
         preparer = build_preparer(config.media, learner, pixels)
         batches = read_announced(orchestrator.announcements, preparer, first, watchdog)
     if isinstance(channel, LeadChannel):
-        price = estimate_price(learner.forward)
-        batches = iterate_shares(batches, channel, learner.dims, price)
+        batches = iterate_shares(batches, channel, learner.dims, estimate_price(learner.forward))
     return batches
 
 

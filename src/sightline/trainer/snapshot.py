@@ -295,8 +295,7 @@ def load_shards(sharded: ShardedModel, folder: Path, device: torch.device) -> No
             "create buffers outside the meta device in the family's `load`. See "
             "docs/internals/adding_a_family.md",
         )
-    parameters = plain_parameters(model)
-    missing = {name for name, parameter in parameters.items() if parameter.is_meta}
+    missing = {name for name, p in plain_parameters(model).items() if p.is_meta}
     # Applied to the root, so that FSDP sees the new parameters and tied ones stay tied.
     sharded._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     stored = model.state_dict().keys()

@@ -61,8 +61,7 @@ def build_reward(name: str, args: Mapping[str, Any], setting: str = "reward") ->
     bound = partial(function, **args)
 
     async def reward(answer: str, expected: Any, row: Mapping[str, Any], chat: Any) -> float:
-        values = {"row": row, "chat": chat}
-        given = {name: values[name] for name in context}
+        given = {name: {"row": row, "chat": chat}[name] for name in context}
         result = await asyncio.to_thread(bound, answer, expected, **given)
         return float(await result if inspect.isawaitable(result) else result)
 

@@ -53,8 +53,7 @@ class Judge:
         key = (loop, question, *(ref.digest for ref in refs))
         score = self._scores.get(key)
         if score is None:
-            messages = [user(*refs, question)]
-            work = self._model.score(messages, chat.get, self._low, self._high)
+            work = self._model.score([user(*refs, question)], chat.get, self._low, self._high)
             score = self._scores[key] = loop.create_task(work)
             score.add_done_callback(lambda done: self._forget_failure(key, done))
             if len(self._scores) > self._cache_size:

@@ -85,9 +85,8 @@ def read_waiting_batches(run_dir: RunDir, checkpoints: ResumePoint) -> list[Batc
     """Return the batches after the newest checkpoint."""
     if find_lost_batches(run_dir, checkpoints):
         return []
-    run_state = RunState(run_dir, read_progress(run_dir))
-    announcements = run_state.announcements_after(checkpoints.step)
-    return [Batch.from_bytes(ready.data) for ready in announcements]
+    waiting = RunState(run_dir, read_progress(run_dir)).announcements_after(checkpoints.step)
+    return [Batch.from_bytes(ready.data) for ready in waiting]
 
 
 def check_batches(batches: list[Batch], store: MediaStore) -> str:
