@@ -142,13 +142,13 @@ class DAPO(GRPO):
         self.limit, self.buffer = max_sampled_tokens, buffer
 
     def advantages(self, batch: RolloutBatch) -> list[np.ndarray]:
-        penalized = [self._penalize(group.rewards) for group in batch.groups]
-        return expand_groups(batch, [self.turn_advantages(group) for group in penalized])
-
-    def _penalize(self, group: GroupRewards) -> GroupRewards:
-        excess = np.array(group.num_sampled) - (self.limit - self.buffer)
-        penalties = np.clip(excess / max(self.buffer, 1), 0.0, 1.0)
-        return replace(group, rewards=group.rewards - penalties)
+        advantages = []
+        for group in (group.rewards for group in batch.groups):
+            excess = np.array(group.num_sampled) - (self.limit - self.buffer)
+            penalties = np.clip(excess / max(self.buffer, 1), 0.0, 1.0)
+            penalized = replace(group, rewards=group.rewards - penalties)
+            advantages.append(self.turn_advantages(penalized))
+        return expand_groups(batch, advantages)
 
 
 class ReinforcePlusPlus(GRPO):

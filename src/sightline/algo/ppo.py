@@ -85,23 +85,23 @@ class PPO(PolicyGradient):
         """
         assert batch.values is not None
         turns = sorted(
-            (segment.turn, i, start, start + segment.stop - segment.start)
+            (segment.turn, i, places.start, places.stop)
             for i in members
-            for segment, start in _place_segments(batch, i)
+            for segment, places in batch.samples[i].place_segments()
         )
-        places: list[tuple[int, slice]] = []
+        chain: list[tuple[int, slice]] = []
         values: list[float] = []
         rewards: list[float] = []
         for turn, i, start, stop in turns:
             step = stop - start if self.by_turn else 1
             for at in range(start, stop, step):
                 if not np.isnan(value := batch.values[i][at]):
-                    places.append((i, slice(at, at + step)))
+                    chain.append((i, slice(at, at + step)))
                     values.append(float(value))
                     rewards.append(0.0)
             if rewards:
                 rewards[-1] += turn_rewards[turn]
-        for (i, tokens), a in zip(places, self.estimate(rewards, values), strict=True):
+        for (i, tokens), a in zip(chain, self.estimate(rewards, values), strict=True):
             advantages[i][tokens] = a
 
     def estimate(self, rewards: Sequence[float], values: Sequence[float]) -> list[float]:
@@ -124,12 +124,3 @@ class PPO(PolicyGradient):
             error = error * is_first
         token_loss = token_loss + self.value_coef * error
         return AlgorithmLoss(token_loss, {**metrics, "value_loss": error})
-
-
-def _place_segments(batch: RolloutBatch, i: int) -> list[tuple[Any, int]]:
-    """Return a sample's segments, each with the place of its first token among the trained."""
-    placed, start = [], 0
-    for segment in batch.samples[i].segments:
-        placed.append((segment, start))
-        start += segment.stop - segment.start
-    return placed

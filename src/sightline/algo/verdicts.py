@@ -70,7 +70,8 @@ class GroupFilter:
 
     def _verdict_alone(self, trace: Trace, step: int) -> str | None:
         """Return the verdict that does not depend on siblings; None if the trace may train."""
-        if is_truncated(trace) and not self._may_train_truncated(trace):
+        # A limit on the prompt's length or on turns ended the rollout.
+        if trace.error_kind == TRUNCATED and not trace.error and not self._may_train(trace):
             return TRUNCATED
         if trace.error or trace.reward is None or not trace.turns:
             return BROKEN
@@ -88,14 +89,10 @@ class GroupFilter:
                 return verdict
         return None
 
-    def _may_train_truncated(self, trace: Trace) -> bool:
+    def _may_train(self, trace: Trace) -> bool:
+        """Return whether a truncated trace may train."""
         has_credit = not self.algorithm.needs.turn_rewards or trace.per_turn is not None
         return self.keep_truncated and bool(trace.turns) and has_credit
-
-
-def is_truncated(trace: Trace) -> bool:
-    """Return whether a limit on the prompt's length or on turns ended the rollout."""
-    return trace.error_kind == TRUNCATED and not trace.error
 
 
 def describe_failure(trace: Trace) -> str:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     job = RlJob(args.plain, bool(args.job))
     if not path.is_file():
-        return training.run_training(job, args)  # this raises the error
+        return training.run_training(job, args, runs)  # this raises the error
     if args.job:
         from sightline.launch.submit import run_job
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         run_job(job, path, overrides, args.job, args.resume)
         return 0
     if clusters <= {"local", "ray"} and not args.dry_run and not args.output:
-        return training.run_training(job, args)
+        return training.run_training(job, args, runs)
     if len(runs) > 1 and (len(clusters) > 1 or clusters == {"kubernetes"}):
         raise ConfigError(
             f"a sweep (comma-separated values) cannot run on {' and '.join(sorted(clusters))}",

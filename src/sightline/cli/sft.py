@@ -15,9 +15,10 @@ add_arguments = training.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
+    runs = []
     if not args.resume:
-        training.expand_sweep(SftFile, Path(args.file or ""), args.overrides)
+        runs = training.expand_sweep(SftFile, Path(args.file or ""), args.overrides)
     # Imported after the settings are valid, because it loads torch and takes seconds.
     from sightline.launch.jobs import SftJob
 
-    return training.run_training(SftJob(), args)
+    return training.run_training(SftJob(), args, runs)

@@ -33,8 +33,9 @@ def check_packages() -> None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
-    """Start or resume a run, or run one of its ranks under torchrun."""
+def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace, runs: list[list[str]]) -> int:
+    """Start or resume a run, or run one of its ranks under torchrun. `runs` holds the overrides of
+    each run of a sweep."""
     from sightline.launch.torchrun import find_context
     from sightline.launch.training_run import resume_run, run_as_follower, start_run
 
@@ -45,12 +46,11 @@ def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
         # With --resume there is no run file, so every word is an override.
         resume_run(job, args.resume, [word for word in [args.file, *args.overrides] if word])
         return 0
-    runs = expand_sweep(job.file_kind, Path(args.file or ""), args.overrides)
     if len(runs) > 1:
         if find_context() is not None:
             raise ConfigError("torchrun cannot run a sweep", "give one value per setting")
         return run_sweep(job, Path(args.file), runs)
-    start_run(job, load_config(job.file_kind, Path(args.file), args.overrides))
+    start_run(job, load_config(job.file_kind, Path(args.file), runs[0]))
     return 0
 
 

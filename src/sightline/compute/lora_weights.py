@@ -32,7 +32,7 @@ from sightline.compute.tensor_file import (
 from sightline.compute.weights_digest import sum_words
 from sightline.errors import WeightsError
 from sightline.regular_file import check_file
-from sightline.wire.weights import Adapter
+from sightline.wire.weights import Adapter, is_transposed
 
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 """Suffixes of the names of a parameter's adapter tensors."""
@@ -113,29 +113,38 @@ class AdapterBase:
         return self._base
 
 
-def write_merged(version: list[Path], adapter: Adapter, base: list[Path], target: Path) -> str:
-    """Merge a version's files into its base's files. Trained tensors get the version's dtype, which
-    may be more precise than the base's.
+def write_merged(
+    version: list[Path], adapter: Adapter | None, base: list[Path], target: Path
+) -> str:
+    """Merge a version's files into its base's files, in the base's layout. Trained tensors get the
+    version's dtype, which may be more precise than the base's.
 
     Return the digest of the file `target`. The host holds one merged tensor at a time.
     """
-    dtype = TORCH_DTYPES[adapter.dtype]
     tensors = {name: tensor for path in version for name, tensor in load_file(path).items()}
     opened = [safe_open(check_file(path), "pt") for path in base]
     files = {name: file for file in opened for name in file.keys()}
     stored = {name: file.get_slice(name) for name, file in files.items()}
     kinds = {name: TORCH_DTYPES[part.get_dtype()] for name, part in stored.items()}
-    kinds |= dict.fromkeys(kinds.keys() & (tensors.keys() | adapter.scales.keys()), dtype)
-    empty = {
-        name: torch.empty(part.get_shape(), dtype=kinds[name], device="meta")
-        for name, part in stored.items()
-    }
+    shapes = {name: tuple(part.get_shape()) for name, part in stored.items()}
+    scales = {} if adapter is None else adapter.scales
+    if adapter is None:
+        kinds |= {name: tensor.dtype for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            if not is_transposed(shapes.get(name, ()), tensor.shape):
+                shapes[name] = tuple(tensor.shape)
+    else:
+        trained = kinds.keys() & (tensors.keys() | scales.keys())
+        kinds |= dict.fromkeys(trained, TORCH_DTYPES[adapter.dtype])
+    empty = {n: torch.empty(shapes[n], dtype=kinds[n], device="meta") for n in kinds}
     names = {id(tensor): name for name, tensor in empty.items()}
 
     def merge(like: Tensor) -> Tensor:
-        name = names[id(like)]
-        own = {name: files[name].get_tensor(name).to(like.dtype)}
-        return resolve_parameter(name, own, adapter.scales, tensors).to(like.dtype)
+        name, own = names[id(like)], {}
+        if name in scales or name not in tensors:
+            own = {name: files[name].get_tensor(name).to(like.dtype)}
+        merged = resolve_parameter(name, own, scales, tensors).to(like.dtype)
+        return merged if merged.shape == like.shape else merged.transpose(-1, -2)
 
     return write_tensors(target, empty, merge, metadata={"format": "pt"}).sha256
 

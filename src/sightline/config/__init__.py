@@ -11,7 +11,6 @@ from sightline.config.files import RunFile as RunFile
 from sightline.config.files import SftFile as SftFile
 from sightline.config.files import check_resume as check_resume
 from sightline.config.files import iter_settings as iter_settings
-from sightline.config.files import keep_planned as keep_planned
 from sightline.config.files import resolve_paths as resolve_paths
 from sightline.config.load import dump_checked_toml as dump_checked_toml
 from sightline.config.load import dump_toml as dump_toml

@@ -38,8 +38,7 @@ class _TrainingFile(ConfigSection):
 
     def with_values(self, section: str, **values: Any) -> Self:
         """Return a copy with these settings of a section, which are not validated again."""
-        changed = getattr(self, section).model_copy(update=values)
-        return self.model_copy(update={section: changed})
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
@@ -208,8 +207,7 @@ def resolve_paths(file: AnyRun) -> AnyRun:
         path = getattr(getattr(file, section, None), name, "")
         is_hub_id = name in ("path", "teacher") and not Path(path).exists()
         if path and not is_hub_id and "://" not in path:
-            absolute = str(Path(path).expanduser().absolute())
-            file = file.with_values(section, **{name: absolute})
+            file = file.with_values(section, **{name: str(Path(path).expanduser().absolute())})
     if file.env is not None:
         mix = [e.model_copy(update={"args": _resolve_args(e.args)}) for e in file.env.mix]
         file = file.with_values("env", args=_resolve_args(file.env.args), mix=tuple(mix))
@@ -231,12 +229,6 @@ def iter_settings(kind: type[ConfigSection]) -> Iterator[tuple[str, str, Any]]:
     for section, outer in kind.model_fields.items():
         for name, field in get_section_class(outer.annotation).model_fields.items():
             yield section, name, field
-
-
-def keep_planned(old: AnyRun, new: AnyRun) -> AnyRun:
-    """Return `new`, where it leaves micro-batches unset, with those of the run that it resumes."""
-    tokens = new.trainer.micro_batch_tokens or old.trainer.micro_batch_tokens
-    return new.with_values("trainer", micro_batch_tokens=tokens)
 
 
 def check_resume(old: AnyRun, new: AnyRun) -> None:

@@ -137,7 +137,11 @@ def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) 
             return ConfigError(f"{where}: {key} is now called {new}", f"write {new}")
         if old in REMOVED:
             return ConfigError(f"{where}: {key} no longer exists", REMOVED[old])
-        known = _known_names(kind, names[:-1])
+        section = kind
+        for name in names[:-1]:
+            if name in section.model_fields:  # not an index in a list, or a key of a table
+                section = get_section_class(section.model_fields[name].annotation)
+        known = section.model_fields
         near = difflib.get_close_matches(names[-1], known, n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
         equivalent = OF_OTHER_FRAMEWORKS.get(names[-1], "").split(".")
@@ -150,13 +154,6 @@ def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) 
         return ConfigError(f"{where}: {key}: {message}", fix)
     value = "" if is_secret_name(names[-1]) else f" = {first['input']!r}"
     return ConfigError(f"{where}: {key}{value}: {message}", fix)
-
-
-def _known_names(kind: type[ConfigSection], names: list[str]) -> list[str]:
-    for name in names:
-        if name in kind.model_fields:  # not an index in a list, or a key of a table
-            kind = get_section_class(kind.model_fields[name].annotation)
-    return list(kind.model_fields)
 
 
 def dump_toml(file: ConfigSection) -> str:

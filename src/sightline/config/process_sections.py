@@ -96,13 +96,10 @@ class InferenceConfig(ConfigSection):
         """The URL scheme of servers that the run starts."""
         return "https" if self.tls_cert else "http"
 
-    def read_token(self) -> str:
-        """Return the token of servers that the run did not start."""
-        return resolve_secret(self.token, "[inference] token")
-
-    def read_control_token(self) -> str:
-        """Return the token that lets the run update the weights of those servers."""
-        name = "control_token" if self.control_token else "token"
+    def read_token(self, for_control: bool = False) -> str:
+        """Return the token of servers that the run did not start; `for_control`, the one that lets
+        it update their weights."""
+        name = "control_token" if for_control and self.control_token else "token"
         return resolve_secret(getattr(self, name), f"[inference] {name}")
 
 

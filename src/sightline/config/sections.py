@@ -78,15 +78,6 @@ class ModelConfig(ConfigSection):
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return {name: value for name, value in bounds.items() if value is not None}
 
-    def check_exact_on_cpu(self, ranks: int) -> None:
-        """Raise if `exact` does not work on CPUs with this number of ranks."""
-        if self.exact and ranks > 1:
-            raise ConfigError(
-                f"[model] exact = true with {ranks} ranks on CPUs: exact CPU runs encode one image "
-                "at a time, and ranks have different numbers of images",
-                "set [trainer] ranks = 1, or train on GPUs",
-            )
-
 
 class MediaConfig(ConfigSection):
     root: str = ""
@@ -124,11 +115,6 @@ class MediaConfig(ConfigSection):
         """Return the media service's token; `for_control`, the one that may write and delete."""
         name = "control_token" if for_control and self.control_token else "token"
         return resolve_secret(getattr(self, name), f"[media] {name}")
-
-    def read_service_token(self) -> str:
-        """Return the token of the media service; empty if there is no such service."""
-        is_service = self.root.startswith(("http://", "https://"))
-        return self.read_token() if is_service else ""
 
     def store_options(self, for_control: bool = False) -> dict[str, Any]:
         """Return the options of `open_store` besides the root."""

@@ -24,7 +24,6 @@ class ActionParser(Protocol):
 
     def parse(self, answer: Message) -> Any | None:
         """Return the action, or None if the answer is not an action."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -83,15 +82,12 @@ class Episode(Protocol):
 
     async def observe(self, chat: Chat, is_first: bool) -> Message:
         """Return the message that shows the current state."""
-        ...
 
     async def step(self, action: Any) -> float:
         """Perform the action and return its reward."""
-        ...
 
     async def draw_action(self, rng: random.Random) -> Any:
         """Return a random valid action."""
-        ...
 
 
 @dataclass(frozen=True)

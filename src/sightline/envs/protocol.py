@@ -65,29 +65,23 @@ class Chat(Protocol):
 
         Pass the same `tools` at every turn. Different tools change the prompt, and the trace forks.
         """
-        ...
 
     async def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         """Send a complete history. The trace forks where it differs from the current one."""
-        ...
 
     async def messages(self, messages: Messages) -> list[Message]:
         """Return the messages as structs, and put their images into the store."""
-        ...
 
     def branch(self) -> Self:
         """Return a second chat that continues from here. Both may run concurrently."""
-        ...
 
     @property
     def history(self) -> list[Message]:
         """The messages of this chat, up to the last answer."""
-        ...
 
     @property
     def num_context_tokens(self) -> int:
         """Number of tokens in the last prompt and its answer."""
-        ...
 
     @property
     def uncertainty(self) -> float:
@@ -97,12 +91,10 @@ class Chat(Protocol):
     @property
     def num_calls(self) -> int:
         """Number of answered model calls in the rollout: the required length of `per_turn`."""
-        ...
 
     @property
     def calls(self) -> list[int]:
         """Indices in `per_turn` of the model calls made through this chat."""
-        ...
 
     def put(self, image: Any) -> MediaRef:
         """Put an image (bytes, PIL image or pathlib.Path) into the store and return its ref.
@@ -111,16 +103,13 @@ class Chat(Protocol):
         in the caller's thread, which takes about 40 ms for 1280x800. In an async rollout, use
         `await asyncio.to_thread(chat.put, image)`, or send the image itself: `user("page", image)`.
         """
-        ...
 
     def get(self, ref: MediaRef) -> bytes:
         """Return an image's bytes. This reads from disk."""
-        ...
 
     @property
     def base_url(self) -> str:
         """Base URL of an OpenAI endpoint through which agent programs can call the model."""
-        ...
 
     @property
     def api_key(self) -> str:
@@ -128,12 +117,10 @@ class Chat(Protocol):
 
         When `sightline eval` uses an external endpoint, both belong to that endpoint.
         """
-        ...
 
     @property
     def rng(self) -> random.Random:
         """Random number generator, seeded for the rollout."""
-        ...
 
 
 class Environment:

@@ -124,7 +124,7 @@ class RlJob(TrainingJob[RunFile]):
             run_dir.server_report.unlink(missing_ok=True)
         servers = list(list_wanted(run_dir, file.inference.servers))
         if servers:
-            token = file.inference.read_control_token()
+            token = file.inference.read_token(for_control=True)
             leases = give_back_leases(servers, token, run_dir.read_id())
             # Use another thread, because a notebook already runs an event loop in this one.
             with ThreadPoolExecutor(1) as pool:

@@ -74,6 +74,5 @@ def describe_servers(run_dir: RunDir, config: RunFile) -> str:
 def read_reports(run_dir: RunDir) -> list[ServerStatus]:
     """Return the orchestrator's last report on each server."""
     with suppress(FileNotFoundError):
-        data = read_bytes(run_dir.server_report)
-        return msgspec.json.decode(data, type=list[ServerStatus])
+        return msgspec.json.decode(read_bytes(run_dir.server_report), type=list[ServerStatus])
     return []

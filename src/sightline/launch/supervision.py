@@ -36,16 +36,11 @@ FIRST_PAUSE_S = 5.0
 """Pause before a worker on another machine is restarted."""
 
 
-def count_in_flight(config: RunFile) -> int:
-    """Return the maximum number of concurrent rollouts."""
-    settings = config.orchestrator
-    at_once = settings.groups_per_step * settings.group_size * max(1, settings.max_lag)
-    return min(at_once, config.rollout.max_in_flight or at_once)
-
-
 def resolve_workers(config: RunFile, cores: int) -> tuple[RunFile, str]:
     """Return the run file with its number of workers set, and a line that explains it."""
-    workers, in_flight = config.rollout.workers, count_in_flight(config)
+    workers, settings = config.rollout.workers, config.orchestrator
+    at_once = settings.groups_per_step * settings.group_size * max(1, settings.max_lag)
+    in_flight = min(at_once, config.rollout.max_in_flight or at_once)
     if workers:
         return config, f"workers: {workers} ([rollout] workers)"
     number = max(1, min(cores, math.ceil(in_flight / ROLLOUTS_PER_WORKER)))

@@ -24,7 +24,6 @@ from sightline.config import (
     RunFile,
     check_resume,
     dump_checked_toml,
-    keep_planned,
     load_config,
     resolve_paths,
 )
@@ -158,7 +157,10 @@ def resume_run(
     old = resolve_paths(load_config(job.file_kind, run_dir.config))
     new = resolve_paths(load_config(job.file_kind, run_dir.config, overrides))
     if file is not None:
-        new = keep_planned(old, resolve_paths(resolve_model(file)))
+        new = resolve_paths(resolve_model(file))
+        # Micro-batches that it leaves unset keep the size that was planned.
+        tokens = new.trainer.micro_batch_tokens or old.trainer.micro_batch_tokens
+        new = new.with_values("trainer", micro_batch_tokens=tokens)
     check_resume(old, new)
     if end := describe_end(status, new.run):
         print(end)

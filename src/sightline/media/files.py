@@ -151,13 +151,6 @@ def renew_last_use(root: Path, path: Path) -> bool:
     return True
 
 
-def read_disk_clock(root: Path) -> float:
-    """Return the disk's time, which may differ from ours on a network disk."""
-    lock = root / LOCK_NAME
-    os.utime(lock)
-    return lock.stat().st_mtime
-
-
 def renew_lease(root: Path, name: str) -> None:
     """Write a file with the run's start time. Its modification time is the last renewal."""
     path = root / LEASES_NAME / check_lease_name(name)
@@ -278,7 +271,9 @@ def gc(root: Path, in_use: Collection[str], min_age_s: float, *, dry_run: bool) 
     files = iter_files(root)
     while batch := list(itertools.islice(files, _BATCH)):
         with lock_store(root, exclusive=True):
-            now = read_disk_clock(root)
+            # The disk's time may differ from ours on a network disk.
+            os.utime(root / LOCK_NAME)
+            now = (root / LOCK_NAME).stat().st_mtime
             newest = min(now - min_age_s, find_lease_start(_iter_leases(root), now))
             for path, _ in batch:
                 try:

@@ -1,28 +1,20 @@
 """The checkpoint with the best held-out reward, in a folder that transformers can load.
 
-Published weights are copied byte by byte, and adapters are merged into their base. All other files
+Published weights are copied bit by bit, and adapters are merged into their base. All other files
 come from the checkpoint that the run started from.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import math
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from sightline.media import MediaStore
 from sightline.orchestrator.run_state import RunState
-from sightline.regular_file import open_file
 from sightline.wire.file import hash_file, replace_checkpoint, write_sums
-from sightline.wire.weights import MANIFEST, fetch_files, is_transposed, read_manifest
+from sightline.wire.weights import MANIFEST, fetch_files, read_manifest
 
 WEIGHTS = "model.safetensors"
 
@@ -77,65 +69,8 @@ class BestCheckpoint:
             weights, others = (
                 sorted(folder.glob("*.safetensors")) for folder in (published, self.source)
             )
-            if manifest.adapter is None:
-                digest = merge_safetensors(weights, others, part / WEIGHTS)
-            else:
-                from sightline.compute.lora_weights import write_merged  # imports torch
+            from sightline.compute.lora_weights import write_merged  # imports torch
 
-                digest = write_merged(weights, manifest.adapter, others, part / WEIGHTS)
+            digest = write_merged(weights, manifest.adapter, others, part / WEIGHTS)
             write_sums(part, {WEIGHTS: digest})
         return digest
-
-
-def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> str:
-    """Merge `weights` into one file, in the layout of `others`, and return its digest.
-
-    Tensors that only `others` have are copied too.
-    """
-    sources: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-    shapes: dict[str, list[int]] = {}
-    for path in (*weights, *others):
-        header, start = _read_header(path)
-        for name, described in header.items():
-            if name == "__metadata__":
-                continue
-            source = sources.setdefault(name, (path, start, described))
-            if name not in shapes or is_transposed(described["shape"], source[2]["shape"]):
-                shapes[name] = described["shape"]
-    header_out: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, (_, _, described) in sources.items():
-        first, last = described["data_offsets"]
-        offsets = [offset, offset + last - first]
-        header_out[name] = {**described, "shape": shapes[name], "data_offsets": offsets}
-        offset += last - first
-    encoded = json.dumps(header_out, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    digest = hashlib.sha256()
-    with open(target, "wb") as out:
-
-        def write(data: bytes | memoryview) -> None:
-            digest.update(data)
-            out.write(data)
-
-        write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, (path, start, described) in sources.items():
-            (first, last), shape = described["data_offsets"], described["shape"]
-            stored = np.memmap(path, mode="r")[start + first : start + last]
-            if shapes[name] == shape:
-                write(stored.data)
-                continue
-            # Transpose each matrix in a stack, for any dtype.
-            stack = stored.view(f"V{len(stored) // math.prod(shape)}").reshape(-1, *shape[-2:])
-            for matrix in stack:
-                write(matrix.T.tobytes())
-        out.flush()
-        os.fsync(out.fileno())
-    return digest.hexdigest()
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    with open_file(path) as file:
-        size = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(size))
-    return header, 8 + size

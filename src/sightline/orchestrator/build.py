@@ -29,7 +29,7 @@ from sightline.orchestrator.run_state import Progress, RunState
 from sightline.orchestrator.server_pool import ServerPool
 from sightline.orchestrator.step_metrics import StepMetrics
 from sightline.orchestrator.task_order import TaskOrder, load_task_order
-from sightline.orchestrator.teacher import NoTeacher, ServedTeacher
+from sightline.orchestrator.teacher import ServedTeacher
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
@@ -54,7 +54,7 @@ def open_best_checkpoint(
 def build_client(config: RunFile, secret: str, url: str, is_own: bool) -> GenerateClient:
     """Build the client for a server. Tokens of the run's own servers come from its secret."""
     inference = config.inference
-    token = derive_control_token(secret) if is_own else inference.read_control_token()
+    token = derive_control_token(secret) if is_own else inference.read_token(for_control=True)
     return load_engine(inference.engine).build_client(url, token=token)
 
 
@@ -78,13 +78,11 @@ def build_servers(
     )
 
 
-def build_teacher(
-    config: RunFile, store: MediaStore, progress: Progress
-) -> ServedTeacher | NoTeacher:
+def build_teacher(config: RunFile, store: MediaStore, progress: Progress) -> ServedTeacher | None:
     """Build the client of the teacher's server, if there is one."""
     settings = config.algorithm
     if not settings.teacher_server:
-        return NoTeacher()
+        return None
     folder = resolve_checkpoint(settings.teacher)
     family = load_family(folder)
     client = GenerateClient(
@@ -110,8 +108,7 @@ def build(
 ) -> Orchestrator:
     settings = config.orchestrator
     blobs = open_blobs(store.root, config.media.read_token(for_control=True))
-    owns_servers = not config.inference.servers
-    policies = PublishedPolicies(run_dir.read_id(), run_dir.weights, owns_servers)
+    policies = PublishedPolicies(run_dir.read_id(), run_dir.weights, not config.inference.servers)
     progress = run_state.progress
     task_order = TaskOrder(
         load_task_order(settings),

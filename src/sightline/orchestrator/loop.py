@@ -39,7 +39,7 @@ from sightline.orchestrator.rollout_scheduler import Group, RolloutScheduler
 from sightline.orchestrator.run_state import RunState, is_bad_media
 from sightline.orchestrator.step_metrics import StepCollection, StepMetrics
 from sightline.orchestrator.task_order import TaskOrder
-from sightline.orchestrator.teacher import NoTeacher, ServedTeacher
+from sightline.orchestrator.teacher import ServedTeacher
 from sightline.wire.control import BatchReady, PublishedWeights
 from sightline.wire.sample import Batch
 
@@ -54,7 +54,7 @@ class Orchestrator:
     group_filter: GroupFilter
     task_order: TaskOrder
     replay: ReplayBuffer
-    teacher: ServedTeacher | NoTeacher
+    teacher: ServedTeacher | None
     run_state: RunState
     observer: StepMetrics
     """Records metrics. It never blocks the loop and never fails the run."""
@@ -101,7 +101,8 @@ class Orchestrator:
             replayed = self.replay.draw(step)
             collection.num_replayed = len(replayed)
             samples = [*collection.samples, *chain(*replayed.values())]
-            samples = await self.teacher.finish(samples)
+            if self.teacher is not None:
+                samples = await self.teacher.finish(samples)
             # The order of arrival depends on timing, and a sum's bits on the order.
             samples.sort(key=lambda sample: sample.trace_id)
             batch = Batch(step, samples, replayed=list(replayed))
@@ -157,7 +158,8 @@ class Orchestrator:
                 group.task, group.rewards, verdict.has_signal
             ):
                 self.observer.on_task_set_aside(step, group)
-            self.teacher.start(verdict.samples)
+            if self.teacher is not None:
+                self.teacher.start(verdict.samples)
             collection.add(group, verdict, max_resampled)
             self._check_dropped(step, collection, verdict)
             if collection.num_groups >= settings.groups_per_step and not collection.has_signal:

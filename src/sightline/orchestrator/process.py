@@ -28,6 +28,7 @@ from sightline.run import EventLog, RunDir
 from sightline.run.server_changes import list_wanted
 from sightline.transport.zmq_channel import AsyncHub
 from sightline.wire.control import QuitRequest
+from sightline.wire.file import write_atomic
 
 TELL_EVERY_S = 0.02
 LOOK_EVERY_S = 0.5
@@ -104,7 +105,7 @@ async def main(
         _keep_server_changes(run_dir, config.inference.servers, pool, new_client),
         _keep_placing_servers(run_dir, placed, pool, new_client),
         _keep_checking_store(store, run_dir.read_id()),
-        orchestrator.teacher.keep_lease(),
+        *([] if orchestrator.teacher is None else [orchestrator.teacher.keep_lease()]),
     ]
     if orchestrator.background_evaluator is not None:
         helpers.append(orchestrator.background_evaluator.keep_evaluating())
@@ -119,7 +120,8 @@ async def main(
 
 def _open_remote_files(config: RunFile, run_dir: RunDir, media_root: str | Path) -> RemoteFiles:
     blobs = open_blobs(media_root, config.media.read_token(for_control=True))
-    token = config.media.read_service_token()
+    is_service = config.media.root.startswith(("http://", "https://"))
+    token = config.media.read_token() if is_service else ""
     return RemoteFiles(run_dir, Path(config.model.path), blobs, token)
 
 
@@ -177,9 +179,7 @@ async def _keep_server_changes(
         if (report := msgspec.json.encode(pool.reports)) != reported:
             reported = report
             # Not synced: the report is useless once the processes have ended.
-            part = run_dir.server_report.with_suffix(".part")
-            part.write_bytes(report)
-            part.replace(run_dir.server_report)
+            write_atomic(run_dir.server_report, report, sync=False)
         await asyncio.sleep(LOOK_EVERY_S)
 
 

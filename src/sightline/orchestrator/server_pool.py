@@ -272,8 +272,7 @@ class ServerPool:
         server.version = UNKNOWN_VERSION
         if not self.manifest and not server.is_added:
             server.version = self.first_version
-        is_ready = server.version != UNKNOWN_VERSION
-        self._set_state(server, READY if is_ready else CATCHING_UP)
+        self._set_state(server, CATCHING_UP if server.version == UNKNOWN_VERSION else READY)
 
     async def _watch(self, server: PooledServer) -> None:
         """Return when the server is silent or was restarted."""

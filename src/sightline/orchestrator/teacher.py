@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,20 +32,6 @@ RENEW_EVERY_S = 10.0
 MAX_IN_FLIGHT = 64
 
 
-class NoTeacher:
-    """The teacher of runs without `[algorithm] teacher_server`."""
-
-    def start(self, samples: Iterable[Sample]) -> None:
-        """Do nothing."""
-
-    async def finish(self, samples: list[Sample]) -> list[Sample]:
-        return samples
-
-    async def keep_lease(self) -> None:
-        """Wait until the run ends."""
-        await asyncio.Event().wait()
-
-
 @dataclass
 class ServedTeacher:
     client: GenerateClient
@@ -55,6 +40,7 @@ class ServedTeacher:
     progress: Progress
     """Keeps the label of the teacher's weights, so that a resumed run has the same teacher."""
     _tasks: dict[int, tuple[Sample, asyncio.Task[Sample]]] = field(default_factory=dict)
+    _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_IN_FLIGHT))
 
     def start(self, samples: Iterable[Sample]) -> None:
         """Start to score samples, which later go to `finish` or are dropped."""
@@ -77,21 +63,14 @@ class ServedTeacher:
             await self.client.lease(LEASE, LEASE_S)
             await asyncio.sleep(RENEW_EVERY_S)
 
-    @cached_property
-    def _scorer(self) -> ServerPromptScorer:
-        return ServerPromptScorer(self.client, self.family.modality)
-
-    @cached_property
-    def _room(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(MAX_IN_FLIGHT)
-
     async def _score(self, sample: Sample) -> Sample:
         slots: list[Any] = [replace(s, item=sample.items[s.item]) for s in sample.slots]
         ids, slots, index = lay_out_again(
             sample.token_ids.numpy().tolist(), slots, self.family, self.pad_id
         )
+        score = ServerPromptScorer(self.client, self.family.modality)
         async with self._room:
-            scores = await self._scorer(ids, slots, sample.temperature)
+            scores = await score(ids, slots, sample.temperature)
         self._check_weights(scores.version)
         for slot, mine, digest in zip(slots, sample.slots, scores.pixel_digests, strict=True):
             is_same = slot.item.fingerprint == sample.items[mine.item].fingerprint

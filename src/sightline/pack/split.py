@@ -1,4 +1,4 @@
-"""Split a micro-batch into two, between rollouts. Their gradients add up to those of the whole."""
+"""Take rollouts or sequences out of a micro-batch, to compute them without the others."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class MicroBatchPart:
 def split_micro_batch(batch: MicroBatch) -> list[MicroBatchPart]:
     """Return two parts of about equal size, or nothing if the micro-batch has a single rollout.
 
+    Their gradients add up to those of the whole.
     The second part of a tree repeats the tokens that its rollouts share with the first. Each
     rollout trains in one part.
     """
@@ -47,6 +48,18 @@ def split_micro_batch(batch: MicroBatch) -> list[MicroBatchPart]:
                 size = larger
                 best = [(np.arange(start), ~in_second), (second, in_second)]
     return [_take(batch, *part) for part in best]
+
+
+def take_sequences(batch: MicroBatch) -> Iterator[MicroBatchPart]:
+    """Yield each sequence up to its last trained token, from the last one in the pack."""
+    trained, ends = batch.trained.numpy(), batch.subtree_end.numpy()
+    lasts = {int(trained[origin.stop - 1]) for origin in batch.origins}
+    paths = [np.flatnonzero(ends[: last + 1] > last) for last in sorted(lasts, reverse=True)]
+    taken: set[int] = set()
+    for path in paths:
+        if int(path[-1]) not in taken:  # otherwise it is the start of another path
+            taken.update(path.tolist())
+            yield _take(batch, path, np.isin(trained, path))
 
 
 def _rollouts(batch: MicroBatch) -> Iterator[tuple[int, int]]:

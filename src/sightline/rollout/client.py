@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -64,15 +64,9 @@ class GenerateClient(RetryingClient):
     pacer: LoopPacer = field(default_factory=LoopPacer, kw_only=True)
     """Shared by all clients, so that they take turns on the event loop."""
 
-    def for_server(self, base_url: str, token: str) -> Self:
-        """Return a client for one of several servers. It does not retry: the router may choose
-        another server."""
-        return replace(self, base_url=base_url, token=token, max_tries=1)
-
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Send a request and return the validated answer."""
-        body = msgspec.json.encode(request)
-        answer = await self.request("POST", "/inference/v1/generate", body)
+        answer = await self.request("POST", "/inference/v1/generate", msgspec.json.encode(request))
         await self.pacer.wait_for_pass()
         response = decode_answer(answer, GenerateResponse)
         check_answer(request, response, self.vocab_size, self.banned_token_ids, self.max_model_len)

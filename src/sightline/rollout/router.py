@@ -20,7 +20,7 @@ import random
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sightline.errors import EngineError
 from sightline.rollout.client import (
@@ -195,7 +195,9 @@ class ServerRouter:
         return ""
 
     def _open(self, status: ServerStatus, token: str) -> RoutedServer:
-        server = RoutedServer(self.template.for_server(status.url, token), status)
+        # Without retries: the router may choose another server.
+        client = replace(self.template, base_url=status.url, token=token, max_tries=1)
+        server = RoutedServer(client, status)
         self._all.append(server)
         return server
 
@@ -263,7 +265,12 @@ class RoutedClient:
                 problem = result
                 num_lost += result.kind == UNREACHABLE
                 if num_lost == MAX_LOST_SERVERS:
-                    raise _build_lost_error(result)
+                    raise EngineError(
+                        f"{num_lost} inference servers were lost while they computed this turn. It "
+                        f"is not retried. The last error: {result.problem}",
+                        "look at the servers' logs: the turn's prompt or images may crash them",
+                        SERVERS_LOST,
+                    )
             now = time.monotonic()
             give_up = min(give_up, now + self.router.template.deadline_s)
             pause_s = self._measure_pause(now)
@@ -307,12 +314,3 @@ class RoutedClient:
             UNREACHABLE,
             503,
         )
-
-
-def _build_lost_error(last: EngineError) -> EngineError:
-    return EngineError(
-        f"{MAX_LOST_SERVERS} inference servers were lost while they computed this turn. It is not "
-        f"retried. The last error: {last.problem}",
-        "look at the servers' logs: the turn's prompt or images may crash them",
-        SERVERS_LOST,
-    )

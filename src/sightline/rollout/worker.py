@@ -76,8 +76,7 @@ async def main(
     heartbeat = Heartbeat(heartbeat_file, player.threads.stuck_s)
     heartbeat.start()
     spoke = AsyncSpoke(hub, name, rights.channel)
-    hello = ProcessReady(after=after, release=get_release())
-    await spoke.send(control.encode(hello))
+    await spoke.send(control.encode(ProcessReady(after=after, release=get_release())))
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def play(request: RolloutRequest) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -228,38 +228,32 @@ class PriorScores(NamedTuple):
         return joined.take(np.argsort(np.concatenate([np.flatnonzero(held) for _, held in parts])))
 
 
+SCORES = ("policy_logprobs", "values", "teacher_logprobs")
+"""The fields of `RolloutBatch` that hold the fields of `PriorScores`, in their order."""
+
+
 def to_host(scores: PriorScores) -> dict[str, np.ndarray | None]:
     """Return a micro-batch's scores by field of `RolloutBatch`."""
-    fields = {
-        "policy_logprobs": scores.logprobs,
-        "values": scores.values,
-        "teacher_logprobs": scores.teacher_logprobs,
-    }
-    return {k: None if v is None else v.float().cpu().numpy() for k, v in fields.items()}
+    fields = zip(SCORES, scores, strict=True)
+    return {k: None if v is None else v.float().cpu().numpy() for k, v in fields}
 
 
 def build_advantage_table(
     algorithm: Algorithm, rollouts: RolloutBatch, scores: Sequence[HostScores]
 ) -> AdvantageTable:
     """Compute the advantages of the whole batch from the scores of all ranks."""
-
-    def align(name: str) -> list[np.ndarray] | None:
-        return _align([(origins, fields[name]) for origins, fields in scores], rollouts.samples)
-
-    batch = replace(
-        rollouts,
-        policy_logprobs=align("policy_logprobs"),
-        values=align("values"),
-        teacher_logprobs=align("teacher_logprobs"),
-    )
-    table: dict[tuple[str, int], np.ndarray] = {}
-    for sample, advantages in zip(batch.samples, compute_advantages(algorithm, batch), strict=True):
-        at = 0
-        for segment in sample.segments:
-            stop = at + segment.stop - segment.start
-            table[sample.trace_id, segment.node] = advantages[at:stop]
-            at = stop
-    return table
+    aligned: dict[str, Any] = {
+        name: _align([(origins, fields[name]) for origins, fields in scores], rollouts.samples)
+        for name in SCORES
+    }
+    batch = replace(rollouts, **aligned)
+    return {
+        (sample.trace_id, segment.node): advantages[places]
+        for sample, advantages in zip(
+            batch.samples, compute_advantages(algorithm, batch), strict=True
+        )
+        for segment, places in sample.place_segments()
+    }
 
 
 def _align(

@@ -79,8 +79,7 @@ def _wrap_block(
     single = broken = _compile_when_called(plain, backend) if backend else plain
     if recompute:
         # Nothing is random. Saving and restoring the random state would take host time.
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        broken = partial(again, broken)
+        broken = partial(checkpoint, broken, use_reentrant=False, preserve_rng_state=False)
         kind = cast(Hashable, type(block))
         single = (
             partial(_compile_when_called(_build_recompute(kind), backend), block)

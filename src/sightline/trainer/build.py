@@ -54,7 +54,7 @@ from sightline.trainer.checkpoint import (
 )
 from sightline.trainer.distribute import estimate_price, iterate_shares, read_shares
 from sightline.trainer.feed import BatchPrefetcher, BatchPreparer, ReadyBatch, read_announced
-from sightline.trainer.forward_pass import FrozenModel, FrozenTowerFeatures, has_frozen_tower
+from sightline.trainer.forward_pass import FrozenModel, FrozenTowerFeatures
 from sightline.trainer.learner import Learner
 from sightline.trainer.loop import TrainerComponents
 from sightline.trainer.lora import NO_ADAPTERS, add_value_head, describe_adapter, digest_frozen
@@ -105,8 +105,12 @@ def build_learner(
     algorithm = algorithm or load_algorithm(AlgorithmConfig())
     device = pick_rank_device(trainer.device, ranks)
     dims = ParallelDims.of(ranks, trainer)
-    if device.type == "cpu":
-        model.check_exact_on_cpu(dims.size)
+    if device.type == "cpu" and model.exact and dims.size > 1:
+        raise ConfigError(
+            f"[model] exact = true with {dims.size} ranks on CPUs: exact CPU runs encode one image "
+            "at a time, and ranks have different numbers of images",
+            "set [trainer] ranks = 1, or train on GPUs",
+        )
     family = load_family(model.path, model.exact, **model.overrides())
     check_parallel(family, model.path, trainer, model.exact)
     loads_teacher = algorithm.needs.teacher_logprobs and not algorithm.settings.teacher_server
@@ -170,8 +174,9 @@ def build_learner(
 def _build_features(
     forward: Forward, trainer: TrainerConfig, dims: ParallelDims
 ) -> FrozenTowerFeatures | None:
-    """Return a cache of the tower's features; None if the tower trains."""
-    if not has_frozen_tower(forward):
+    """Return a cache of the tower's features; None without a tower, or if it trains."""
+    parameters = [parameter for _, parameter in forward.vision_parameters()]
+    if not parameters or any(parameter.requires_grad for parameter in parameters):
         return None
     cache = FeatureCache(trainer.feature_cache_mb * MEGABYTE)
     return FrozenTowerFeatures(forward, cache, dims)
@@ -273,7 +278,11 @@ def build(
     store = open_store(config.media.root or run_dir.media, **config.media.store_options())
     trainer = config.trainer
     if isinstance(config, RunFile):
-        _limit_memory(config, ranks)
+        # Leave the servers on this rank's GPU their share of its memory.
+        if share := config.get_trainer_memory_share(ranks.rank):
+            device = str(pick_rank_device(trainer.device, ranks))
+            if limit := limit_gpu_memory(device, share):
+                print(f"memory of {device}: {limit / 1e9:.1f} GB for this rank", file=sys.stderr)
         algorithm = load_algorithm(config.algorithm)
     else:
         algorithm = load_sft_algorithm(config.algorithm)
@@ -335,14 +344,6 @@ def find_replayed_steps(device: torch.device, run_dir: RunDir, step: int) -> ran
     return range(step + 2, stop)
 
 
-def _limit_memory(config: RunFile, ranks: RankInfo) -> None:
-    """Leave the servers on this rank's GPU their share of its memory."""
-    if share := config.get_trainer_memory_share(ranks.rank):
-        device = str(pick_rank_device(config.trainer.device, ranks))
-        if limit := limit_gpu_memory(device, share):
-            print(f"memory of {device}: {limit / 1e9:.1f} GB for this rank", file=sys.stderr)
-
-
 def _build_batches(
     config: RunFile | SftFile,
     run_dir: RunDir,
@@ -376,8 +377,7 @@ def _build_batches(
         preparer = build_preparer(config.media, learner, pixels)
         batches = read_announced(orchestrator.announcements, preparer, first, watchdog)
     if isinstance(channel, LeadChannel):
-        price = estimate_price(learner.forward)
-        batches = iterate_shares(batches, channel, learner.dims, price)
+        batches = iterate_shares(batches, channel, learner.dims, estimate_price(learner.forward))
     return batches
 
 

@@ -36,7 +36,6 @@ from sightline.trainer.lora import (
     describe_adapter,
     digest_frozen,
     gather_for_lead,
-    has_adapters,
     peft_tensors,
     plain_parameters,
     save_adapters,
@@ -73,7 +72,7 @@ def export_checkpoint(
     form = {"format": "pt"}
     with replace_checkpoint(source, target) as part:
         written = write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, form, transposed)
-        if has_adapters(model):
+        if peft_tensors(model):
             save_adapters(model, part / ADAPTERS, source)
         write_sums(part, {written.name: written.sha256})
 
@@ -81,8 +80,7 @@ def export_checkpoint(
 def gather_for_export(model: nn.Module) -> None:
     """Hand over this rank's shards while rank 0 exports. All other ranks call it."""
     gather_for_lead(plain_parameters(model), build_merge_gather(model))
-    if has_adapters(model):
-        gather_for_lead(peft_tensors(model))
+    gather_for_lead(peft_tensors(model))
 
 
 def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, target: Path) -> None:

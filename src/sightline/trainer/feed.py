@@ -26,7 +26,7 @@ from msgspec.structs import replace as replace_fields
 from sightline.algo.algorithm import Algorithm, RolloutBatch, compute_advantages
 from sightline.algo.credit import AggregationFunction, by_tokens
 from sightline.errors import MediaError, Misaligned, WireError
-from sightline.pack import PackSize, pack, split_micro_batch, truncate
+from sightline.pack import MicroBatchPart, PackSize, pack, split_micro_batch, truncate
 from sightline.trainer.bad_media import (
     BadMediaError,
     BadMediaPolicy,
@@ -64,13 +64,17 @@ class ReadyMicroBatch:
 
     def split(self) -> list[tuple[ReadyMicroBatch, np.ndarray]]:
         """Return two parts with masks of their trained tokens, or nothing for a single rollout."""
-        parts: list[tuple[ReadyMicroBatch, np.ndarray]] = []
-        for part in split_micro_batch(self.batch):
-            made, starts = None, self.patch_starts
-            if self.made is not None and part.items:
-                made = np.concatenate([self.made[starts[i] : starts[i + 1]] for i in part.items])
-            parts.append((replace(self, batch=part.batch, made=made), part.trains))
-        return parts
+        return [(self.take(part), part.trains) for part in split_micro_batch(self.batch)]
+
+    def take(self, part: MicroBatchPart) -> ReadyMicroBatch:
+        return replace(self, batch=part.batch, made=self.take_patches(part.items))
+
+    def take_patches(self, items: Sequence[int]) -> UInt8[np.ndarray, "patches values"] | None:
+        """Return the patches of these items; None if there are none, or not made yet."""
+        if self.made is None or not len(items):
+            return None
+        starts = self.patch_starts
+        return np.concatenate([self.made[starts[at] : starts[at + 1]] for at in items])
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,6 @@ from sightline.trainer.shard import ShardedModel
 from sightline.wire.micro_batch import MicroBatch
 
 
-def has_frozen_tower(forward: Forward) -> bool:
-    """Return whether the model has a vision tower without trained parameters."""
-    parameters = [parameter for _, parameter in forward.vision_parameters()]
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
-
-
 @dataclass
 class FrozenTowerFeatures:
     forward: Forward
@@ -118,17 +112,14 @@ class ContextShare:
         """Return the micro-batch with only the images of this rank's tokens."""
         if self._group is None:
             return ready
-        batch, starts = ready.batch, ready.patch_starts
+        batch = ready.batch
         slots = [
             slot
             for slot in batch.slots
             if slot.offset < self.stop and self.start < slot.offset + slot.length
         ]
         item_numbers = sorted({slot.item for slot in slots})
-        patches = ready.made
-        if patches is not None:
-            rows = [patches[starts[at] : starts[at + 1]] for at in item_numbers]
-            patches = np.concatenate(rows) if rows else None
+        patches = ready.take_patches(item_numbers)
         items = [batch.items[at] for at in item_numbers]
         slots = [replace_fields(slot, item=item_numbers.index(slot.item)) for slot in slots]
         return replace(ready, batch=replace_fields(batch, items=items, slots=slots), made=patches)

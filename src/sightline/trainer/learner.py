@@ -363,7 +363,9 @@ class Learner(LossComputer):
 
         total, loss = call_gathered(self.sharded, compute)
         self.timer.end("forward")
-        self.dims.scale_loss(total).backward()
+        # FSDP averages gradients over ranks, and we need their sum. All `tensor` ranks of a group
+        # have the whole loss.
+        (total * (self.dims.size // self.dims.tensor)).backward()
         self.timer.end("backward")
         metric_sums.add("loss", total)
         if loss.routes is not None:

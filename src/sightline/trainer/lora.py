@@ -201,10 +201,6 @@ def save_adapters(model: nn.Module, target: Path, source: Path) -> None:
     )
 
 
-def has_adapters(model: nn.Module) -> bool:
-    return next(_adapted_layers(model), None) is not None
-
-
 def peft_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters under peft's names."""
     return {

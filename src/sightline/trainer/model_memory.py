@@ -100,7 +100,9 @@ def measure_model(model: ModelConfig, lora: LoraConfig) -> ModelMemory:
     rows = tuple(measure_block(block, active) for block in text)
     tower_rows = tuple(measure_block(block, active) for block in tower)
     outside = _count_tower_outside(forward, tower, math.prod(blank[1])) if blank else 0
-    cached = sum(map(_count_cached, text))
+    modules = [entry for block in text for entry in block.named_modules()]
+    products = [(n.rpartition(".")[2], m) for n, m in modules if isinstance(m, nn.Linear)]
+    cached = sum(layer.out_features for name, layer in products if name in CACHED)
     price = estimate_price(forward)  # counts all experts
     idle = sum(stack.numel() * (1 - active / len(stack)) for b in text for stack in _experts(b))
     price = replace(price, token=price.token - OPERATIONS * idle)
@@ -179,11 +181,3 @@ def _count_tower_outside(forward: Forward, blocks: Sequence[nn.Module], merged: 
         elif weight.ndim > 2:  # a convolution over whole patches
             total += weight[0].numel() + len(weight)
     return int(total)
-
-
-def _count_cached(block: nn.Module) -> int:
-    return sum(
-        module.out_features
-        for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in CACHED
-    )

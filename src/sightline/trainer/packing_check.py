@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from sightline.pack.single import take_sequences
+from sightline.pack import take_sequences
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.probe import Score
@@ -35,8 +35,8 @@ def measure_packing(ready: ReadyBatch, score: Score) -> float:
     worst = 0.0
     for _, packed in replace(ready, micro_batches=[largest]).iterate_with_pixels():
         logprobs = score(packed).astype(np.float64)
-        for single, kept in islice(take_sequences(packed.batch), MAX_SEQUENCES):
-            log_ratio = logprobs[kept] - score(replace(packed, batch=single))
+        for single in islice(take_sequences(packed.batch), MAX_SEQUENCES):
+            log_ratio = logprobs[single.trains] - score(packed.take(single))
             worst = max(worst, float((np.expm1(log_ratio) - log_ratio).mean()))
     return worst
 

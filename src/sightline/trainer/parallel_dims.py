@@ -110,11 +110,6 @@ class ParallelDims:
         """Return this rank's share of work that any rank can do."""
         return items[self.rank :: self.size]
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale the loss, because FSDP averages gradients over ranks and we need their sum. All
-        `tensor` ranks of a group have the whole loss."""
-        return loss * (self.size // self.tensor)
-
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Return each value summed over the shares. Every rank passes the same keys."""
         if not self.is_distributed:

@@ -80,10 +80,7 @@ def _find_donors(ready: ReadyMicroBatch) -> tuple[Int[np.ndarray, " images"], Is
 def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, IsMoved]:
     """Return the micro-batch with images swapped, and which images changed."""
     donors, moved = _find_donors(ready)
-    assert ready.made is not None
-    starts = ready.patch_starts
-    rows = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in donors])
-    return replace(ready, made=ready.made[rows], has_stored_pixels=False), moved
+    return replace(ready, made=ready.take_patches(donors.tolist()), has_stored_pixels=False), moved
 
 
 def find_tokens_behind(ready: ReadyMicroBatch, moved: IsMoved) -> Bool[np.ndarray, " tokens"]:

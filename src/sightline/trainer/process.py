@@ -60,8 +60,7 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         elif isinstance(channel, FollowerChannel):
             channel.report_ready(components.first_step)
         if orchestrator is not None:
-            hello = control.ProcessReady(components.first_step, release=get_release())
-            orchestrator.send(hello)
+            orchestrator.send(control.ProcessReady(components.first_step, release=get_release()))
         if isinstance(config, RunFile) and (components.first_step or config.inference.servers):
             # Servers started by the run have its checkpoint. Other servers' weights are unknown.
             watchdog.enter(f"publishing version {components.first_step}", LONG_LIMIT_S)

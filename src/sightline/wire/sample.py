@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -90,6 +90,14 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.advantages is None:
             raise self._misaligned("it has no advantages yet")
         return self.advantages.numpy()
+
+    def place_segments(self) -> Iterator[tuple[Segment, slice]]:
+        """Yield each segment, with the places of its tokens among the trained ones."""
+        start = 0
+        for segment in self.segments:
+            stop = start + segment.stop - segment.start
+            yield segment, slice(start, stop)
+            start = stop
 
     def expand_turns(self, per_turn: Sequence[float]) -> np.ndarray:
         """Expand one number per turn of the rollout to one per trained token."""

@@ -240,8 +240,7 @@ def fetch_files(
 ) -> None:
     """Fetch the files of a version from the store into `folder`, copying parts that are `here`."""
     for file in manifest.files:
-        stored = StoredFile(file.nbytes, file.parts)
-        fetch_file(blobs, stored, folder / file.name, here)
+        fetch_file(blobs, StoredFile(file.nbytes, file.parts), folder / file.name, here)
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:

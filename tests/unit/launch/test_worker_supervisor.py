@@ -16,7 +16,6 @@ from sightline.errors import ProcessFailed
 from sightline.launch.processes import Processes, ProcessSpec
 from sightline.launch.supervision import (
     WorkerSupervisor,
-    count_in_flight,
     get_memory_limit,
     resolve_workers,
 )
@@ -55,7 +54,10 @@ def test_worker_count_follows_cores_and_rollouts_in_flight(
     assert resolved.rollout.workers == workers
     assert why.startswith(f"workers: {workers} (")
     if not file.rollout.workers:
-        assert f"{count_in_flight(file)} rollouts in flight" in why and f"{cores} cores" in why
+        settings = file.orchestrator
+        num = settings.groups_per_step * settings.group_size * max(1, settings.max_lag)
+        num = min(num, file.rollout.max_in_flight or num)
+        assert f"{num} rollouts in flight" in why and f"{cores} cores" in why
 
 
 BEATING = """

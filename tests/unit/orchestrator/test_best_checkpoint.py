@@ -15,7 +15,7 @@ from sightline.compute.lora_weights import write_merged
 from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
 from sightline.media.stored_file import open_blobs
-from sightline.orchestrator.best_checkpoint import BestCheckpoint, merge_safetensors
+from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.evaluator import BackgroundEvaluator
 from sightline.orchestrator.policies import PolicyUpdater
 from sightline.orchestrator.rollout_scheduler import RolloutDispatcher
@@ -219,9 +219,8 @@ def test_best_checkpoint_keeps_the_sources_expert_layout(tmp_path: Path) -> None
     path, _ = write_weights(tmp_path / "weights", dict(model.named_parameters()), 3, 3)
     file = tmp_path / "model" / "model.safetensors"
     before = {name: tensor.shape for name, tensor in load_file(file).items()}
-    merge_safetensors(
-        [path.with_name("model.safetensors")], [file], tmp_path / "merged.safetensors"
-    )
+    weights = [path.with_name("model.safetensors")]
+    write_merged(weights, None, [file], tmp_path / "merged.safetensors")
     (tmp_path / "merged.safetensors").replace(file)
     assert {name: tensor.shape for name, tensor in load_file(file).items()} == before
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", local_files_only=True)

@@ -24,7 +24,7 @@ from sightline.orchestrator.rollout_scheduler import RolloutDispatcher, RolloutS
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.step_metrics import StepCollection
 from sightline.orchestrator.task_order import TaskOrder, sequential
-from sightline.orchestrator.teacher import NoTeacher, ServedTeacher
+from sightline.orchestrator.teacher import ServedTeacher
 from sightline.run import EventLog, RunDir
 from sightline.trace import Node, PolicySpan, Trace, encode_trace
 from sightline.trace.node import float32_array, int32_array
@@ -64,7 +64,7 @@ class World:
         )
         self.task_order = TaskOrder(sequential, 0, {}, lambda: 0.0)
         self.replay = ReplayBuffer()
-        self.teacher: NoTeacher | ServedTeacher = NoTeacher()
+        self.teacher: ServedTeacher | None = None
         self.rollouts = RolloutScheduler(
             RolloutDispatcher(self.send, ["w"]), group_size=2, temperature=1.0, seed=0,
             next_group=self.run_state.progress.next_group,

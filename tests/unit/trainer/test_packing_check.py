@@ -13,8 +13,7 @@ import pytest
 
 from sightline.config import RunFile
 from sightline.media import MediaStore
-from sightline.pack import PackSize, pack
-from sightline.pack.single import take_sequences
+from sightline.pack import PackSize, pack, take_sequences
 from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer, ReadyBatch, ReadyMicroBatch
 from sightline.trainer.learner import Learner
@@ -51,7 +50,8 @@ def test_a_sequence_taken_from_a_pack_equals_its_sample(
     [packed] = pack(samples, 1, family, WHOLE)
     sequences = list(take_sequences(packed))
     assert len(sequences) == len(samples)
-    for single, sequence in sequences:
+    for part in sequences:
+        single = part.batch
         ids = single.token_ids.numpy().tolist()
         [sample] = [s for s in samples if s.token_ids.numpy()[: len(ids)].tolist() == ids]
         assert int(sample.trained.numpy()[-1]) == len(ids) - 1
@@ -60,8 +60,9 @@ def test_a_sequence_taken_from_a_pack_equals_its_sample(
             whole = getattr(alone, name).numpy()[..., : len(ids)]
             np.testing.assert_array_equal(getattr(single, name).numpy(), whole)
         assert set(sample.trained.numpy().tolist()) <= set(single.trained.numpy().tolist())
-        assert len(single.trained) == len(sequence)
-        slots = {(slot.offset, slot.length, packed.items[slot.item].item) for slot in single.slots}
+        assert len(single.trained) == part.trains.sum()
+        slots = {(slot.offset, slot.length, single.items[slot.item].item) for slot in single.slots}
+        assert [packed.items[at] for at in part.items] == single.items
         own_slots = [slot for slot in alone.slots if slot.end <= len(ids)]
         assert slots == {(s.offset, s.length, alone.items[s.item].item) for s in own_slots}
 

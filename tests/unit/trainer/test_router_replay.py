@@ -26,7 +26,7 @@ from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pack import PackSize
-from sightline.pack.single import take_sequences
+from sightline.pack.split import take_sequences
 from sightline.pack.truncate import truncate_sample
 from sightline.pixels import Materializer
 from sightline.rollout.chat_sources import build_policy_chats
@@ -259,7 +259,7 @@ def test_parts_of_a_sample_keep_their_routes(
     by_tokens = {
         s.token_ids.numpy().tobytes(): s.routes.numpy() for s in samples if s.routes is not None
     }
-    for single, _ in take_sequences(tree):
+    for single in (part.batch for part in take_sequences(tree)):
         ids = single.token_ids.numpy()
         whole = next(key for key in by_tokens if key.startswith(ids.tobytes()))
         assert single.routes is not None

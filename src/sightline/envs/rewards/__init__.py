@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,22 +40,11 @@ _CONTEXT = ("row", "chat")
 """Parameters that receive the row and the chat."""
 
 
-@dataclass(frozen=True)
-class RewardFunction:
-    function: Callable[..., Any]
-    context: tuple[str, ...]
-    """Which of `row` and `chat` the function takes."""
-
-    async def __call__(
-        self, answer: str, expected: Any, row: Mapping[str, Any], chat: Any
-    ) -> float:
-        values = {"row": row, "chat": chat}
-        context = {name: values[name] for name in self.context}
-        result = await asyncio.to_thread(self.function, answer, expected, **context)
-        return float(await result if inspect.isawaitable(result) else result)
+Reward = Callable[[str, Any, Mapping[str, Any], Any], Awaitable[float]]
+"""Returns the reward of an answer, given the expected answer, the row and the chat."""
 
 
-def build_reward(name: str, args: Mapping[str, Any], setting: str = "reward") -> RewardFunction:
+def build_reward(name: str, args: Mapping[str, Any], setting: str = "reward") -> Reward:
     """Build the reward `name`: a built-in one, or `module:function` or `module:Class`."""
     if ":" not in name and name not in REWARDS:
         raise ConfigError(
@@ -71,4 +59,11 @@ def build_reward(name: str, args: Mapping[str, Any], setting: str = "reward") ->
     parameters = inspect.signature(function).parameters
     context = tuple(name for name in _CONTEXT if name in parameters and name not in args)
     check_arguments(function, ("", ""), {**args, **dict.fromkeys(context)}, problem)
-    return RewardFunction(partial(function, **args), context)
+    bound = partial(function, **args)
+
+    async def reward(answer: str, expected: Any, row: Mapping[str, Any], chat: Any) -> float:
+        given = {name: {"row": row, "chat": chat}[name] for name in context}
+        result = await asyncio.to_thread(bound, answer, expected, **given)
+        return float(await result if inspect.isawaitable(result) else result)
+
+    return reward

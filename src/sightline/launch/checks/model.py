@@ -170,8 +170,7 @@ def draw_test_image() -> bytes:
 def describe_family(model: ModelConfig, family: Family, engine: str = "") -> str:
     """Describe properties of the model and the engine, such as the chat format."""
     with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
-        store = MediaStore(Path(folder))
-        renderer = load_renderer(model.path, store, family)
+        renderer = load_renderer(model.path, MediaStore(Path(folder)), family)
         lines = [*renderer.describe(), family.packing.description]
     lines.append(load_engine(engine).describe(family) if engine else "")
     return "\n".join(filter(None, lines))

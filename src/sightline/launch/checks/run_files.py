@@ -23,12 +23,11 @@ from sightline.orchestrator.run_state import RunState, read_progress
 from sightline.regular_file import read_bytes, read_text
 from sightline.run import RunDir
 from sightline.trace import read_traces
-from sightline.trainer.checkpoint import ResumePoint, read_ledger
+from sightline.trainer.checkpoint import ResumePoint
 from sightline.view.events import EventTail
 from sightline.view.run_status import FAILED, FINISHED, PREVIEW, RUNNING, RunStatus
 from sightline.wire.file import SUMS, find_changed_files, read_lines
 from sightline.wire.sample import Batch, digest_batch
-from sightline.wire.weights import read_history
 
 NUM_THREADS = 16
 """Questions to a store at the same time."""
@@ -86,9 +85,8 @@ def read_waiting_batches(run_dir: RunDir, checkpoints: ResumePoint) -> list[Batc
     """Return the batches after the newest checkpoint."""
     if find_lost_batches(run_dir, checkpoints):
         return []
-    run_state = RunState(run_dir, read_progress(run_dir))
-    announcements = run_state.announcements_after(checkpoints.step)
-    return [Batch.from_bytes(ready.data) for ready in announcements]
+    waiting = RunState(run_dir, read_progress(run_dir)).announcements_after(checkpoints.step)
+    return [Batch.from_bytes(ready.data) for ready in waiting]
 
 
 def check_batches(batches: list[Batch], store: MediaStore) -> str:
@@ -106,14 +104,6 @@ def check_best(run_dir: RunDir) -> Iterator[Finding]:
         yield Finding(problem, "a resume writes a new one at the next evaluation")
     elif run_state.progress.best_step:
         yield Finding(f"the best checkpoint, of step {run_state.progress.best_step}")
-
-
-def check_ledger(run_dir: RunDir, checkpoints: ResumePoint) -> str:
-    return f"the ledger of {len(read_ledger(run_dir.ledger, checkpoints.step))} steps"
-
-
-def check_history(run_dir: RunDir) -> str:
-    return f"the history of {len(read_history(run_dir.weights))} versions"
 
 
 def check_traces(run_dir: RunDir) -> Iterator[Finding]:

@@ -124,7 +124,7 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
     not find an image from this run's store."""
     if not config.inference.servers:
         return
-    token, control_token = config.inference.read_token(), config.inference.read_control_token()
+    token, control_token = (config.inference.read_token(control) for control in (False, True))
     run_id = run_dir.read_id() if run_dir.id_file.is_file() else ""
     options = config.media.store_options()
     store = open_store(config.media.root, deadline_s=START_DEADLINE_S, **options)

@@ -18,9 +18,10 @@ from sightline.families import Family
 from sightline.launch.checks import Check, Finding, machine, model, run_files, servers, settings
 from sightline.media import MediaStore, open_store
 from sightline.run import RunDir
-from sightline.trainer.checkpoint import CheckpointStore, ResumePoint
+from sightline.trainer.checkpoint import CheckpointStore, ResumePoint, read_ledger
 from sightline.view.run_status import FINISHED, PREVIEW, RUNNING, RunStatus, get_status
 from sightline.wire.sample import Batch
+from sightline.wire.weights import read_history
 
 SETTINGS, RL, SFT, REHEARSAL, STORE = "settings", "rl", "sft", "rehearsal", "store"
 FILES, RUN, TRAINED_RUN, RL_RUN = "files", "run", "trained run", "rl run"
@@ -84,8 +85,10 @@ CHECKS = (
     Check("batches", (RL_RUN,), "batches store", run_files.check_batches),
     Check("best", (RL_RUN,), "run_dir", run_files.check_best),
     Check("checkpoints", (RUN,), "run_dir status checkpoints", run_files.check_checkpoints),
-    Check("ledger", (RL_RUN,), "run_dir checkpoints", run_files.check_ledger),
-    Check("history", (RL_RUN,), "run_dir", run_files.check_history),
+    Check("ledger", (RL_RUN,), "run_dir checkpoints",
+          lambda d, c: f"the ledger of {len(read_ledger(d.ledger, c.step))} steps"),
+    Check("history", (RL_RUN,), "run_dir",
+          lambda d: f"the history of {len(read_history(d.weights))} versions"),
     Check("traces", (RL_RUN,), "run_dir", run_files.check_traces),
     Check("images", (RL_RUN,), "run_dir store", run_files.check_trace_images),
     Check("identity", (TRAINED_RUN,), "run_dir", run_files.check_identity),
