@@ -71,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
     if args.media_action == "serve":
         from sightline.launch.media_service import serve_media
 
-        max_bytes = None if args.max_gb is None else int(args.max_gb * 1e9)
+        given = {} if args.max_gb is None else {"max_gb": args.max_gb}
+        options = validate_config(MediaConfig, given, "the service's settings").store_options()
+        max_bytes = options["max_bytes"] if given else None
         control = resolve_secret(read_reference(args.control_token), "--control-token")
         store = MediaStore(args.root, max_bytes=max_bytes)
         serve_media(store, args.host, args.port, token, control, args.tls_cert, args.tls_key)
@@ -97,6 +99,8 @@ def _find_store(args: argparse.Namespace, token: str) -> tuple[Path | str, str]:
             "no store given", "pass one with --store ROOT, or a run with --run RUN_DIR"
         )
     run_dir = RunDir(args.runs[0])
+    if not run_dir.path.is_dir():
+        raise ConfigError(f"no run at {run_dir.path}", "pass a run directory with --run")
     section = RunFiles(run_dir).get_section("media")
     media = validate_config(MediaConfig, section, f"[media] of {run_dir.config}")
     if media.root and not args.token:
