@@ -72,10 +72,9 @@ def run(args: argparse.Namespace) -> int:
         from sightline.launch.media_service import serve_media
 
         given = {} if args.max_gb is None else {"max_gb": args.max_gb}
-        options = validate_config(MediaConfig, given, "the service's settings").store_options()
-        max_bytes = options["max_bytes"] if given else None
+        section = validate_config(MediaConfig, given, "the service's settings")
         control = resolve_secret(read_reference(args.control_token), "--control-token")
-        store = MediaStore(args.root, max_bytes=max_bytes)
+        store = MediaStore(args.root, max_bytes=int(section.max_gb * 1e9) if given else None)
         serve_media(store, args.host, args.port, token, control, args.tls_cert, args.tls_key)
         return 0
     root, token = _find_store(args, token)
@@ -137,10 +136,7 @@ def _ls(store: MediaStore, args: argparse.Namespace) -> int:
         else:
             num_bytes += ref.nbytes
             print(f"{digest}  {ref.mime}  {ref.width}x{ref.height}  {ref.nbytes}")
-    print(
-        f"{num_images} images, {decimal(num_bytes)}"
-        + (f", {num_damaged} damaged" if num_damaged else "")
-    )
+    print(f"{num_images} images, {decimal(num_bytes)}, {num_damaged} damaged")
     return 1 if num_damaged else 0
 
 

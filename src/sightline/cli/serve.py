@@ -75,10 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if "media_roots" not in options:
         folder = tempfile.mkdtemp(prefix="sightline-serve-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        print(
-            f"images are stored in {folder} until the server ends. Use --media DIR to keep them",
-            flush=True,
-        )
+        print(f"images are stored in {folder} until the end. --media DIR keeps them", flush=True)
         options["media_roots"] = [folder]
     spec = ServerSpec.of(**(COMMAND_DEFAULTS | options))
     load_engine(args.engine).serve(spec)

@@ -35,8 +35,6 @@ _NUM_TRIED = 2
 holds only half a frame."""
 _VP8_IS_SHOWN = 0x10
 """Bit of a VP8 packet's first byte. Without it, the frame is hidden."""
-_PICTURES = (b"avif", b"heic", b"heix", b"mif1")
-"""Brands of AVIF and HEIC files, which have the boxes of MP4 and no video."""
 _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 _FIX_SAVE = "save the video again as MP4 or WebM with a program that can play it"
 
@@ -50,8 +48,8 @@ class VideoHeader(NamedTuple):
 
 
 def find_video_mime(data: bytes) -> str | None:
-    """Return the mime type of a video's bytes; None for anything else."""
-    if data[4:8] == b"ftyp" and data[8:12] not in _PICTURES:
+    """Return the mime type of a video's bytes; None for anything else, such as AVIF and HEIC."""
+    if data[4:8] == b"ftyp" and data[8:12] not in (b"avif", b"heic", b"heix", b"mif1"):
         return "video/mp4"
     return "video/webm" if data[:4] == _EBML else None
 

@@ -39,9 +39,8 @@ class Tokenizer:
             self._full = tokenizers.Tokenizer.from_str(description)
             self._plain = _without_added_tokens(description)
         except Exception as error:  # the library raises no specific type
-            raise FamilyError(
-                f"{file} is broken: {error}", "copy it again from the checkpoint"
-            ) from error
+            problem = f"{file} is broken: {error}"
+            raise FamilyError(problem, "copy it again from the checkpoint") from error
         self._full.no_truncation()
         self._full.no_padding()
         self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)

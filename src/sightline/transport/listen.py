@@ -97,19 +97,16 @@ def check_tls(cert: str, key: str, host: str) -> dict[str, Any]:
         try:
             check_file(path)
         except OSError as error:
-            raise ConfigError(
-                f"{setting} = {path!r}: {error.strerror}", "use a readable PEM file"
-            ) from error
+            problem = f"{setting} = {path!r}: {error.strerror}"
+            raise ConfigError(problem, "use a readable PEM file") from error
     try:
         # An empty password prevents a prompt at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
     except (ssl.SSLError, ValueError) as error:
+        problem = f"{cert} and {key} do not contain a certificate and a key: {error}"
+        fix = "use two PEM files: the certificate with its chain, and its key without a password"
         if "KEY_VALUES_MISMATCH" in str(error):
-            raise ConfigError(
-                f"the key in {key} does not match the certificate in {cert}", "use its own key"
-            ) from error
-        raise ConfigError(
-            f"{cert} and {key} do not contain a certificate and a key: {error}",
-            "use two PEM files: the certificate with its chain, and its key without a password",
-        ) from error
+            problem = f"the key in {key} does not match the certificate in {cert}"
+            fix = "use its own key"
+        raise ConfigError(problem, fix) from error
     return {"ssl_certfile": cert, "ssl_keyfile": key}
