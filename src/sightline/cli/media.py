@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _find_store(args: argparse.Namespace, token: str) -> tuple[Path | str, str]:
     """Return the root and token of the given store, or of the run's store."""
-    if args.store is not None:
-        return str(args.store), token
+    if args.store:
+        return args.store, token
     if len(args.runs) != 1:
         raise ConfigError(
             "no store given", "pass one with --store ROOT, or a run with --run RUN_DIR"

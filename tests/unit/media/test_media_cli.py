@@ -195,3 +195,10 @@ def test_put_creates_no_run(tmp_path: Path, picture: Picture) -> None:
     with pytest.raises(ConfigError, match="no run at"):
         call("put", tmp_path / "a.png", "--run", tmp_path / "typo")
     assert not (tmp_path / "typo").exists()
+
+
+def test_an_empty_store_is_not_the_current_folder(tmp_path: Path, picture: Picture) -> None:
+    """As in `--store "$STORE"` with an unset variable."""
+    picture().save(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match="no store given"):
+        call("put", tmp_path / "a.png", "--store", "")
