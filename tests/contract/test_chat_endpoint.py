@@ -226,6 +226,16 @@ def test_logprobs_match_the_generate_protocol(
     assert [e.token for e in entries] == [renderer.decode([t]) for t in answer.choices[0].token_ids]
 
 
+def test_bytes_of_a_token_that_holds_a_part_of_a_character_are_null(chat: Any) -> None:
+    asked = {"temperature": 1.0, "seed": 1, "max_tokens": 64, "logprobs": True}
+    answer = chat(messages=[{"role": "user", "content": "Hi"}], **asked)
+    entries = answer.choices[0].logprobs.content
+    assert any("\ufffd" in entry.token for entry in entries)
+    for entry in entries:
+        spelled = None if "\ufffd" in entry.token else list(entry.token.encode())
+        assert entry.bytes == spelled
+
+
 def test_served_model_is_listed_and_other_models_are_refused(
     chat: Any, client: Client, tiny_model: Path
 ) -> None:

@@ -71,9 +71,10 @@ def run(args: argparse.Namespace) -> int:
     if args.media_action == "serve":
         from sightline.launch.media_service import serve_media
 
-        max_bytes = None if args.max_gb is None else int(args.max_gb * 1e9)
+        given = {} if args.max_gb is None else {"max_gb": args.max_gb}
+        section = validate_config(MediaConfig, given, "the service's settings")
         control = resolve_secret(read_reference(args.control_token), "--control-token")
-        store = MediaStore(args.root, max_bytes=max_bytes)
+        store = MediaStore(args.root, max_bytes=int(section.max_gb * 1e9) if given else None)
         serve_media(store, args.host, args.port, token, control, args.tls_cert, args.tls_key)
         return 0
     root, token = _find_store(args, token)
@@ -90,13 +91,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _find_store(args: argparse.Namespace, token: str) -> tuple[Path | str, str]:
     """Return the root and token of the given store, or of the run's store."""
-    if args.store is not None:
-        return str(args.store), token
+    if args.store:
+        return args.store, token
     if len(args.runs) != 1:
         raise ConfigError(
             "no store given", "pass one with --store ROOT, or a run with --run RUN_DIR"
         )
     run_dir = RunDir(args.runs[0])
+    if not run_dir.path.is_dir():
+        raise ConfigError(f"no run at {run_dir.path}", "pass a run directory with --run")
     section = RunFiles(run_dir).get_section("media")
     media = validate_config(MediaConfig, section, f"[media] of {run_dir.config}")
     if media.root and not args.token:
@@ -133,10 +136,7 @@ def _ls(store: MediaStore, args: argparse.Namespace) -> int:
         else:
             num_bytes += ref.nbytes
             print(f"{digest}  {ref.mime}  {ref.width}x{ref.height}  {ref.nbytes}")
-    print(
-        f"{num_images} images, {decimal(num_bytes)}"
-        + (f", {num_damaged} damaged" if num_damaged else "")
-    )
+    print(f"{num_images} images, {decimal(num_bytes)}, {num_damaged} damaged")
     return 1 if num_damaged else 0
 
 

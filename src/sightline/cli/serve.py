@@ -7,6 +7,8 @@ only for a server.
 from __future__ import annotations
 
 import argparse
+import atexit
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--media", action="append", metavar="ROOT", dest="media_roots",
         help="image store, a folder or a URL; repeat it for more stores "
-        "(default: a new temporary folder)",
+        "(default: a folder that is deleted at the end)",
     )  # fmt: skip
     for section, names in OPTIONS.items():
         for name in names:
@@ -68,11 +70,12 @@ def add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) ->
 
 def run(args: argparse.Namespace) -> int:
     names = {*ServerSpec.model_fields, *ModelConfig.model_fields, *InferenceConfig.model_fields}
-    options = {name: value for name, value in vars(args).items() if name in names}
-    options = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    options = {name: given[name] for name in names & given.keys()}
     if "media_roots" not in options:
         folder = tempfile.mkdtemp(prefix="sightline-serve-")
-        print(f"images are stored in {folder}. Use --media DIR for another folder", flush=True)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        print(f"images are stored in {folder} until the end. --media DIR keeps them", flush=True)
         options["media_roots"] = [folder]
     spec = ServerSpec.of(**(COMMAND_DEFAULTS | options))
     load_engine(args.engine).serve(spec)

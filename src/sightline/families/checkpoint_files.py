@@ -107,23 +107,29 @@ def read_thinking(path: Path) -> bool:
 
 
 def read_shapes(model: Path) -> dict[str, list[int]]:
-    """Return the shape of every tensor. Raise FamilyError for truncated or missing files."""
+    """Return every tensor's shape. Raise FamilyError for truncated, missing or quantized files."""
     from safetensors import SafetensorError, safe_open  # not installed in environment workers
 
-    shapes: dict[str, list[int]] = {}
+    tensors: dict[str, Any] = {}
     fix = "copy it again from the checkpoint"
     index, files = model / "model.safetensors.index.json", sorted(model.glob("*.safetensors"))
     if index.is_file():
-        for name in set(read_json(index).get("weight_map", {}).values()):
+        for name in map(str, set(read_json(index).get("weight_map", {}).values())):
             if model / name not in files:
                 raise FamilyError(f"{model / name} is missing, but {index.name} names it", fix)
     for path in files:
         try:
             with safe_open(check_file(path), framework="numpy") as file:
-                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+                tensors |= {name: file.get_slice(name) for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise FamilyError(f"{path} is not a complete safetensors file: {error}", fix) from error
-    return shapes
+    kinds = {str(tensor.get_dtype()) for tensor in tensors.values()}
+    if quantized := sorted(kind for kind in kinds if kind.startswith(("F8", "F4", "I8"))):
+        raise FamilyError(  # a cast would drop the scales of their values
+            f"{model} is quantized: it has tensors of type {', '.join(quantized)}",
+            "use the checkpoint in bfloat16, which most publishers also offer",
+        )
+    return {name: tensor.get_shape() for name, tensor in tensors.items()}
 
 
 def hide_pad_warning() -> None:

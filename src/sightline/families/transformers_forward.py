@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, vision_utils
 
 from sightline.errors import FamilyError, SightlineError
-from sightline.families.checkpoint_files import first_line, hide_pad_warning, read_json
+from sightline.families.checkpoint_files import first_line, hide_pad_warning, read_json, read_shapes
 from sightline.families.device_copy import copy_to_device, move_to_device
 from sightline.families.experts import ExpertRouting, check_auxiliary_loss, group_experts
 from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
@@ -211,17 +211,12 @@ def refuse_errors(path: Path, fix: str, where: str = "") -> Iterator[None]:
         raise
     except Exception as error:  # code of transformers and of templates may raise anything
         kind = read_json(path / "config.json").get("model_type")
+        problem = f"stopped with {type(error).__name__}: {first_line(error)}"
         if isinstance(error, ImportError):
-            raise FamilyError(
-                f"{where}the code of transformers for the type {kind!r} needs a package that is "
-                f"not installed: {first_line(error).split('. ')[0]}",
-                "install the package in the environments of the server and of the trainer",
-            ) from error
-        raise FamilyError(
-            f"{where}the code of transformers for the type {kind!r} stopped with "
-            f"{type(error).__name__}: {first_line(error)}",
-            fix,
-        ) from error
+            problem = f"needs a package that is not installed: {first_line(error).split('. ')[0]}"
+            fix = "install the package in the environments of the server and of the trainer"
+        where += f"the code of transformers for the type {kind!r} "
+        raise FamilyError(where + problem, fix) from error
 
 
 def load_model(
@@ -232,9 +227,11 @@ def load_model(
     On the meta device, parameters have no values. They are read when the model is sharded.
     """
     hide_pad_warning()
+    read_shapes(path)  # refuses quantized weights
     fix = "copy config.json and all *.safetensors files again from the same checkpoint"
     if device.type == "meta":
-        model = _build_empty(auto, path, dtype)
+        with refuse_errors(path, fix, f"{path}: the model cannot be built: "):
+            model = _build_empty(auto, path, dtype)
     else:
         with refuse_errors(path, fix, f"{path}: the weights cannot be loaded: "):
             model, loaded = auto.from_pretrained(

@@ -160,8 +160,9 @@ class ChatEndpoint:
 
     def _spell_logprob(self, entry: Any) -> dict[str, Any]:
         text = self.renderer.decode([entry.token_id])
-        spelled = {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
-        return {**spelled, "top_logprobs": []}
+        # A token may hold a part of a character, whose bytes the text does not have.
+        spelled = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": entry.logprob, "bytes": spelled, "top_logprobs": []}
 
 
 def chat_error_response(error: SightlineError, dialect: ChatDialect | None = None) -> Response:

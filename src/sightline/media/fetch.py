@@ -47,9 +47,8 @@ def fetch(
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port or _PORTS[parts.scheme]
     except (ValueError, KeyError) as error:  # KeyError: no scheme
-        raise MediaRefused(
-            f"this is not a url: {url[:80]!r} ({error})", "write it as https://host/path"
-        ) from error
+        problem = f"this is not a url: {url[:80]!r} ({error})"
+        raise MediaRefused(problem, "write it as https://host/path") from error
     default_port = port == _PORTS[parts.scheme]
     names = {f"{host}:{port}", host} if default_port else {f"{host}:{port}"}
     if parts.username is not None or not names & set(allowed_hosts):

@@ -48,8 +48,8 @@ class VideoHeader(NamedTuple):
 
 
 def find_video_mime(data: bytes) -> str | None:
-    """Return the mime type of a video's bytes; None for anything else."""
-    if data[4:8] == b"ftyp":
+    """Return the mime type of a video's bytes; None for anything else, such as AVIF and HEIC."""
+    if data[4:8] == b"ftyp" and data[8:12] not in (b"avif", b"heic", b"heix", b"mif1"):
         return "video/mp4"
     return "video/webm" if data[:4] == _EBML else None
 

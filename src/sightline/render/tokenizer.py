@@ -41,9 +41,8 @@ class Tokenizer:
             plain = {**json.loads(description), "added_tokens": []}
             self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
         except Exception as error:  # the library raises no specific type
-            raise FamilyError(
-                f"{file} is broken: {error}", "copy it again from the checkpoint"
-            ) from error
+            problem = f"{file} is broken: {error}"
+            raise FamilyError(problem, "copy it again from the checkpoint") from error
         self._full.no_truncation()
         self._full.no_padding()
         self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)

@@ -29,6 +29,8 @@ def is_ip_address(host: str) -> bool:
 
 def bind_socket(host: str, port: int, setting: str = "") -> socket.socket:
     """Return a bound socket. Raise if the port is in use. Errors name the port's `setting`."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"there is no port {port}", "set 1 to 65535, or 0 for a free one")
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(kind, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -95,19 +97,16 @@ def check_tls(cert: str, key: str, host: str) -> dict[str, Any]:
         try:
             check_file(path)
         except OSError as error:
-            raise ConfigError(
-                f"{setting} = {path!r}: {error.strerror}", "use a readable PEM file"
-            ) from error
+            problem = f"{setting} = {path!r}: {error.strerror}"
+            raise ConfigError(problem, "use a readable PEM file") from error
     try:
         # An empty password prevents a prompt at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
     except (ssl.SSLError, ValueError) as error:
+        problem = f"{cert} and {key} do not contain a certificate and a key: {error}"
+        fix = "use two PEM files: the certificate with its chain, and its key without a password"
         if "KEY_VALUES_MISMATCH" in str(error):
-            raise ConfigError(
-                f"the key in {key} does not match the certificate in {cert}", "use its own key"
-            ) from error
-        raise ConfigError(
-            f"{cert} and {key} do not contain a certificate and a key: {error}",
-            "use two PEM files: the certificate with its chain, and its key without a password",
-        ) from error
+            problem = f"the key in {key} does not match the certificate in {cert}"
+            fix = "use its own key"
+        raise ConfigError(problem, fix) from error
     return {"ssl_certfile": cert, "ssl_keyfile": key}

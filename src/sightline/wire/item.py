@@ -109,9 +109,8 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         try:
             return _decoder.decode(raw[len(RAW_PREFIX) :])
         except msgspec.MsgspecError as error:
-            raise WireError(
-                f"not a media item: {error}", "create it with MediaItem.to_raw"
-            ) from error
+            problem = f"not a media item: {error}"
+            raise WireError(problem, "create it with MediaItem.to_raw") from error
 
 
 # Cached, because every request contains all items of its history.

@@ -230,9 +230,8 @@ def read_manifest(path: Path) -> Manifest:
             del fields[_RETIRED_FIELD]
         return msgspec.convert(fields, Manifest)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise WireError(
-            f"no complete manifest at {path}: {error}", "publish the version again"
-        ) from error
+        problem = f"no complete manifest at {path}: {error}"
+        raise WireError(problem, "publish the version again") from error
 
 
 def fetch_files(

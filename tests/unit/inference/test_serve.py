@@ -90,6 +90,7 @@ def test_served_checkpoint_answers_and_stops_cleanly_on_sigterm(
         assert len(client.generate([1, 2, 3]).choices[0].token_ids) == 8
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+        assert not list(tmp_path.glob("sightline-serve-*")), "the folder is temporary"
     finally:
         process.kill()
         process.communicate()

@@ -176,3 +176,29 @@ def test_gc_of_a_shared_store_requires_its_runs(
     with pytest.raises(ConfigError, match="no store given"):
         call("gc", "--run", run_dir, run_dir)
     assert store.has(digest)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_port_that_does_not_exist_is_refused(port: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"there is no port {port}"):
+        call("serve", tmp_path, f"--port={port}")
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
+def test_size_limit_that_is_no_size_is_refused(size: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_gb"):
+        call("serve", tmp_path, f"--max-gb={size}", "--port=-1")
+
+
+def test_put_creates_no_run(tmp_path: Path, picture: Picture) -> None:
+    picture().save(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match="no run at"):
+        call("put", tmp_path / "a.png", "--run", tmp_path / "typo")
+    assert not (tmp_path / "typo").exists()
+
+
+def test_an_empty_store_is_not_the_current_folder(tmp_path: Path, picture: Picture) -> None:
+    """As in `--store "$STORE"` with an unset variable."""
+    picture().save(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match="no store given"):
+        call("put", tmp_path / "a.png", "--store", "")

@@ -135,6 +135,16 @@ def test_a_video_in_place_of_an_image_is_refused_by_its_first_bytes(store: Media
     assert store.count() == 0
 
 
+@pytest.mark.parametrize("brand", [b"avif", b"heic", b"mif1"])
+def test_a_picture_in_the_boxes_of_mp4_is_not_called_a_video(
+    brand: bytes, store: MediaStore
+) -> None:
+    """Phones write HEIC files."""
+    url = data_url(b"\0\0\0\x10ftyp" + brand + b"\0\0\0\0")
+    with pytest.raises(MediaRefused, match="are not a PNG, JPEG, WebP"):
+        ImageIngestor(store).resolve(url, WHERE, takes_video=False)
+
+
 # --- media:
 
 
