@@ -25,7 +25,7 @@ from msgspec.structs import replace as replace_fields
 
 from sightline.algo.algorithm import Algorithm, RolloutBatch, compute_advantages
 from sightline.algo.credit import AggregationFunction, by_tokens
-from sightline.errors import MediaError, Misaligned, WireError
+from sightline.errors import ConfigError, MediaError, Misaligned, WireError
 from sightline.pack import PackSize, pack, split_micro_batch, truncate
 from sightline.trainer.bad_media import (
     BadMediaError,
@@ -177,6 +177,12 @@ class BatchPreparer:
         truncated: dict[str, int] = {}
         if self.max_sequence_tokens:
             fitting, counts = truncate(batch.samples, self.max_sequence_tokens)
+            if batch.samples and not fitting:
+                raise ConfigError(
+                    f"step {batch.step}: [trainer] max_sequence_tokens = {self.max_sequence_tokens}"
+                    " cuts every sample before its first sampled token",
+                    "start a new run with a higher value: it counts the prompt too. 0 is no limit",
+                )
             batch, truncated = Batch(batch.step, fitting), dict(counts)
         began = time.monotonic()
         digests, problems = self._digest_items(batch)
