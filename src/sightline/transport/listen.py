@@ -29,6 +29,8 @@ def is_ip_address(host: str) -> bool:
 
 def bind_socket(host: str, port: int, setting: str = "") -> socket.socket:
     """Return a bound socket. Raise if the port is in use. Errors name the port's `setting`."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"{setting or 'port'} = {port} is not a port", "use 0 to 65535")
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(kind, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
