@@ -85,20 +85,16 @@ def load_algorithm(settings: AlgorithmConfig) -> Algorithm:
             f"{SETTING} = {settings.name!r} uses no teacher", "remove [algorithm] teacher"
         )
     if settings.name not in ALGORITHMS:
-        _try_algorithm(settings.name, algorithm)
+        batch = build_small_batch(algorithm)
+        for group in batch.groups:
+            try_function(SETTING, settings.name, algorithm.has_signal, group.rewards)
+        try_function(SETTING, settings.name, compute_advantages, algorithm, batch)
     return algorithm
 
 
 def load_sft_algorithm(settings: AlgorithmConfig) -> Algorithm:
     """Build the algorithm of `sightline sft`: DPO by its name, and otherwise -log pi."""
     return load_algorithm(settings) if settings.name == "dpo" else Supervised(settings)
-
-
-def _try_algorithm(name: str, algorithm: Algorithm) -> None:
-    batch = build_small_batch(algorithm)
-    for group in batch.groups:
-        try_function(SETTING, name, algorithm.has_signal, group.rewards)
-    try_function(SETTING, name, compute_advantages, algorithm, batch)
 
 
 def build_small_batch(algorithm: Algorithm) -> RolloutBatch:

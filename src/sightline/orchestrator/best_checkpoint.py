@@ -95,7 +95,9 @@ def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> 
     sources: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     shapes: dict[str, list[int]] = {}
     for path in (*weights, *others):
-        header, start = _read_header(path)
+        with open_file(path) as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(start - 8))
         for name, described in header.items():
             if name == "__metadata__":
                 continue
@@ -132,10 +134,3 @@ def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> 
         out.flush()
         os.fsync(out.fileno())
     return digest.hexdigest()
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    with open_file(path) as file:
-        size = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(size))
-    return header, 8 + size

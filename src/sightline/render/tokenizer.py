@@ -37,7 +37,9 @@ class Tokenizer:
                     raise ValueError(f"it has {size} bytes, above the limit of {MAX_BYTES}")
                 description = read_text(file)
             self._full = tokenizers.Tokenizer.from_str(description)
-            self._plain = _without_added_tokens(description)
+            # The library always matches added tokens in text first, whether special or not.
+            plain = json.dumps({**json.loads(description), "added_tokens": []})
+            self._plain = tokenizers.Tokenizer.from_str(plain)
         except Exception as error:  # the library raises no specific type
             raise FamilyError(
                 f"{file} is broken: {error}", "copy it again from the checkpoint"
@@ -111,10 +113,3 @@ def split_words(pattern: str) -> pre_tokenizers.PreTokenizer:
     words = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([words, as_bytes])
-
-
-def _without_added_tokens(description: str) -> tokenizers.Tokenizer:
-    # The library always matches added tokens in text first, whether special or not.
-    plain = json.loads(description)
-    plain["added_tokens"] = []
-    return tokenizers.Tokenizer.from_str(json.dumps(plain))

@@ -61,14 +61,10 @@ def encode_traces(traces: Iterable[Trace]) -> bytes:
     """Return the bytes of a trace file. Routes are left out, because they are the largest part."""
     parts = [FILE_MAGIC]
     for trace in traces:
-        data = encode_trace(_without_routes(trace))
+        nodes = [msgspec.structs.replace(node, routes=None) for node in trace.nodes]
+        data = encode_trace(msgspec.structs.replace(trace, nodes=nodes))
         parts += [len(data).to_bytes(4, "big"), data]
     return b"".join(parts)
-
-
-def _without_routes(trace: Trace) -> Trace:
-    nodes = [msgspec.structs.replace(node, routes=None) for node in trace.nodes]
-    return msgspec.structs.replace(trace, nodes=nodes)
 
 
 def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:

@@ -178,11 +178,9 @@ class BatchPreparer:
         if self.max_sequence_tokens:
             fitting, counts = truncate(batch.samples, self.max_sequence_tokens)
             if batch.samples and not fitting:
-                raise ConfigError(
-                    f"step {batch.step}: [trainer] max_sequence_tokens = {self.max_sequence_tokens}"
-                    " cuts every sample before its first sampled token",
-                    "start a new run with a higher value: it counts the prompt too. 0 is no limit",
-                )
+                problem = "[trainer] max_sequence_tokens cuts every sample to its prompt"
+                fix = "start a new run with a higher value, or 0 for no limit"
+                raise ConfigError(f"step {batch.step}: {problem}", fix)
             batch, truncated = Batch(batch.step, fitting), dict(counts)
         began = time.monotonic()
         digests, problems = self._digest_items(batch)

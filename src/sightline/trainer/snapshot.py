@@ -8,7 +8,7 @@ therefore be restored on any number of ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -150,7 +150,8 @@ class ShardReader:
             file = safe_open(check_file(path), "pt")
             for key, (first, rows, *columns) in json.loads(file.metadata()[_PLACES]).items():
                 shape = file.get_slice(key).get_shape()
-                width, stop = _count_columns(shape), first + _count_rows(shape)
+                width = shape[1] if len(shape) > 1 else 1  # a vector has one column
+                stop = first + _count_rows(shape)
                 column, self._num_columns[key] = columns or (0, width)
                 piece = _Piece(column, width, first, stop, file)
                 self._pieces.setdefault(key, []).append(piece)
@@ -274,11 +275,6 @@ def _optimizer_indices(model: nn.Module, optimizer: MasterAdamW) -> dict[str, in
     names = {id(optimizer.get_master(p)): name for name, p in model.named_parameters()}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     return {names[id(parameter)]: place for place, parameter in enumerate(ordered)}
-
-
-def _count_columns(shape: Sequence[int]) -> int:
-    """Return the length of the second dim. A vector has one column."""
-    return shape[1] if len(shape) > 1 else 1
 
 
 def _count_rows(shape: Iterable[int]) -> int:

@@ -183,7 +183,9 @@ def export_step(
             num_bytes = 0
             for row in rows:
                 group.append(row)
-                num_bytes += _estimate_bytes(row)
+                texts = sum(len(value) for value in row.values() if isinstance(value, str))
+                images = sum(len(image["bytes"]) for image in row["images"])
+                num_bytes += images + texts + 9 * len(row.get("token_ids", ())) + 500
                 if num_bytes >= GROUP_BYTES or len(group) >= GROUP_ROWS:
                     writer.write_batch(pyarrow.RecordBatch.from_pylist(group, schema))
                     group, num_bytes = [], 0
@@ -196,12 +198,6 @@ def export_step(
         part.unlink(missing_ok=True)
     counts.nbytes = target.stat().st_size
     return counts
-
-
-def _estimate_bytes(row: dict[str, Any]) -> int:
-    texts = sum(len(value) for value in row.values() if isinstance(value, str))
-    images = sum(len(image["bytes"]) for image in row["images"])
-    return images + texts + 9 * len(row.get("token_ids", ())) + 500
 
 
 def _iterate_selected(traces: Path, ids: set[str] | None, counts: ExportCounts) -> Iterator[Trace]:

@@ -34,7 +34,9 @@ def format_transcript(
         printed.update(new)
         yield ""
         if len(branches) > 1:
-            yield _branch(number, len(branches), trace, new)
+            parent = trace.nodes[new[0]].parent
+            start = "from the beginning" if parent < 0 else f"continues node {parent}"
+            yield f"--- branch {number + 1} of {len(branches)}, {start}"
         for node in new:
             current = trace.nodes[node]
             prompt = trace.end(node) - current.num_sampled
@@ -78,12 +80,6 @@ def _head(trace: Trace, width: int, shows_errors: bool) -> Iterator[str]:
     for error in (trace.error, *trace.refused_requests):
         if error and shows_errors:
             yield from _wrap(f"error: {error}", width, "  ")
-
-
-def _branch(number: int, count: int, trace: Trace, new: list[int]) -> str:
-    parent = trace.nodes[new[0]].parent
-    start = "from the beginning" if parent < 0 else f"continues node {parent}"
-    return f"--- branch {number + 1} of {count}, {start}"
 
 
 def _message(

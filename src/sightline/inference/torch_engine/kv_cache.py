@@ -91,10 +91,6 @@ class KVCache:
         return [*self._keys.values(), *self._values.values(), *self._routes.values()]
 
     @property
-    def num_used_pages(self) -> int:
-        return len(self._num_users) - len(self._free)
-
-    @property
     def max_pages(self) -> int:
         if not self.max_bytes or not self.token_bytes:
             return self.block_tables.size

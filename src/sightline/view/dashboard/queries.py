@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections import Counter
 from typing import Annotated, Any
@@ -69,7 +70,7 @@ class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
                 clauses.append(f"{column} {sign} ?")
                 values.append(value)
         if self.text:
-            pattern = f"%{_escape_like(self.text)}%"
+            pattern = "%" + re.sub(r"[\\%_]", r"\\\g<0>", self.text) + "%"
             clauses.append(
                 "(id IN (SELECT rollout FROM says WHERE text IN"
                 " (SELECT id FROM texts WHERE text LIKE ? ESCAPE '\\'))"
@@ -80,12 +81,6 @@ class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
             clauses.append("id IN (SELECT rollout FROM shows WHERE digest = ?)")
             values.append(self.image)
         return (f"WHERE {' AND '.join(clauses)}" if clauses else ""), values
-
-
-def _escape_like(text: str) -> str:
-    for mark in ("\\", "%", "_"):
-        text = text.replace(mark, f"\\{mark}")
-    return text
 
 
 def list_rollouts(

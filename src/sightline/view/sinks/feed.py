@@ -33,7 +33,6 @@ from sightline.view.events import EventTail
 from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.run_status import RUNNING, find_launcher, find_state
 from sightline.view.sinks import PROBLEM_PREFIX, SINKS, RolloutRow, RunIdentity, Sink, check_sinks
-from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
 
 UPLOAD = "samples"
@@ -135,7 +134,8 @@ class _SinkFeeder:
         events = self._tail.read()
         for event in events:
             if event.kind in STEP_EVENT_KINDS or event.kind == "eval":
-                self._sink.numbers(event.step, _flatten_event(event))
+                prefix = f"{event.kind}." if event.kind in ("eval", "probe", "sft_eval") else ""
+                self._sink.numbers(event.step, flatten_numbers(event.values, prefix))
             if event.kind == "step" and samples_every and event.step % samples_every == 0:
                 self._sink.samples(event.step, build_sample_table(run_dir, store, event.step))
         if events:
@@ -151,11 +151,6 @@ class _SinkFeeder:
     def _save_position(self, offset: int) -> None:
         self._position_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self._position_file, str(offset).encode())
-
-
-def _flatten_event(event: Event) -> dict[str, float]:
-    prefix = f"{event.kind}." if event.kind in ("eval", "probe", "sft_eval") else ""
-    return flatten_numbers(event.values, prefix)
 
 
 def feed_sinks(
