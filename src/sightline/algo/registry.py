@@ -33,6 +33,7 @@ from sightline.message import assistant, user
 from sightline.trace import Node, PolicySpan, Trace
 from sightline.trace.node import float32_array, int32_array
 
+_ABOVE_ZERO = ("beta", "divisor", "num", "ratio", "temperature")
 Filter = Callable[[Trace], str | None]
 """Takes a trace and returns a verdict, or None if the rollout may train."""
 
@@ -46,13 +47,8 @@ def load_named(
         for key, value in args.items():
             default = getattr(parameters.get(key), "default", None)
             has_other_type = type(default) in (int, float) and type(value) not in (int, float)
-            low = (
-                1e-300
-                if key.split("_")[0] in ("beta", "divisor", "num", "ratio", "temperature")
-                else 0
-            )
-            is_number = isinstance(value, int | float)
-            if has_other_type or is_number and not low <= value < float("inf"):
+            low = 1e-300 if key.split("_")[0] in _ABOVE_ZERO else 0
+            if has_other_type or isinstance(value, int | float) and not low <= value < float("inf"):
                 problem = f"{setting} = {name!r}: {key} = {value!r} is out of range"
                 raise ConfigError(problem, "set a positive number")
         return built_in[name]

@@ -81,8 +81,7 @@ class Dataset(Environment):
         try:
             re.compile(self.answer_pattern)
         except re.error as error:
-            problem = f"[env.args] answer_pattern = {self.answer_pattern!r} is invalid: {error}"
-            raise ConfigError(problem, "correct the regular expression, or use 'boxed'") from error
+            raise ConfigError(f"[env.args] answer_pattern is invalid: {error}", "fix it") from error
         check_fractions(self.path, self.eval_fraction, self.sft_fraction)
         self.shows_media = bool(self.images)
         self._reward = build_reward(self.reward, self.reward_args, "[env.args] reward")

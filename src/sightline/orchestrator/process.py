@@ -68,9 +68,7 @@ async def main(
     )  # fmt: skip
     router.orchestrator = orchestrator
     if config.launch.has_other_machines:
-        blobs = open_blobs(media_root, config.media.read_token(for_control=True))
-        token = config.media.read_service_token()
-        router.remote_files = RemoteFiles(run_dir, Path(config.model.path), blobs, token)
+        router.remote_files = _open_remote_files(config, run_dir, media_root)
     if config.launch.is_elsewhere(TRAINER):
         router.trainer_error_file = run_dir.error_file(TRAINER)
     ending = placed if config.launch.on == "kubernetes" else []
@@ -117,6 +115,12 @@ async def main(
         for each in pools:
             await each.close()
         router.hub.close()
+
+
+def _open_remote_files(config: RunFile, run_dir: RunDir, media_root: str | Path) -> RemoteFiles:
+    blobs = open_blobs(media_root, config.media.read_token(for_control=True))
+    token = config.media.read_service_token()
+    return RemoteFiles(run_dir, Path(config.model.path), blobs, token)
 
 
 async def _finish(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -41,19 +40,14 @@ def split_micro_batch(batch: MicroBatch) -> list[MicroBatchPart]:
         larger = max(start, len(second))
         if larger < size:
             in_second = np.zeros(len(trained), dtype=bool)
-            for first, stop in _rollouts(batch):
+            for _, nodes in groupby(batch.origins, key=lambda origin: origin.trace_id):
+                origins = list(nodes)
+                first, stop = origins[0].start, origins[-1].stop
                 in_second[first:stop] = trained[first:stop].max(initial=-1) >= start
             if np.isin(trained[in_second], second).all():
                 size = larger
                 best = [(np.arange(start), ~in_second), (second, in_second)]
     return [_take(batch, *part) for part in best]
-
-
-def _rollouts(batch: MicroBatch) -> Iterator[tuple[int, int]]:
-    """Yield the range of trained tokens of each rollout."""
-    for _, nodes in groupby(batch.origins, key=lambda origin: origin.trace_id):
-        origins = list(nodes)
-        yield origins[0].start, origins[-1].stop
 
 
 def _take(

@@ -233,8 +233,7 @@ def _rebuild_samples(run_dir: RunDir, step: int, max_age: int) -> list[Sample]:
     """Return the samples of a step. Its own file lacks the traces that it trained again."""
     for file in (run_dir.scores_of(step), run_dir.traces_of(step)):
         if not file.is_file():
-            fix = "restore it, or inspect a run before `sightline prune` deletes its traces"
-            raise WireError(f"{file} is missing", fix)
+            raise WireError(f"{file} is missing", "inspect a run before `sightline prune`")
     scores = StepScores.from_bytes(read_bytes(run_dir.scores_of(step)))
     trained: dict[str, set[int]] = {}
     for origin in scores.origins:

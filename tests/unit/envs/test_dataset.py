@@ -235,7 +235,7 @@ def test_reference_that_earns_nothing_as_an_answer_is_no_demonstration(
     [
         ({"images": "image"}, "images is not a list"),
         ({"split_by": "question"}, "split_by is not a list"),
-        ({"answer_pattern": "["}, r"answer_pattern = '\[' is invalid: unterminated"),
+        ({"answer_pattern": "["}, "answer_pattern is invalid: unterminated"),
         ({"reward": ":f"}, "does not name a module"),
     ],
 )

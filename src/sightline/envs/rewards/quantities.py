@@ -94,7 +94,7 @@ def find_quantity(text: str) -> tuple[float, str, float] | None:
     word = unit.lower()
     singular = re.sub(r"(?<=...)s(?=\d?$)", "", word)
     names = (match["currency"], unit, word, singular)
-    known = next((UNITS[name] for name in names if name in UNITS), None)
+    known = next(filter(None, map(UNITS.get, names)), None)
     sign = -1 if match["sign"] == "-" else 1
     return (sign * value / divisor, *(known or (word and f"?{word.removesuffix('s')}", 1.0)))
 
