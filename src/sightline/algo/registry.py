@@ -33,6 +33,7 @@ from sightline.message import assistant, user
 from sightline.trace import Node, PolicySpan, Trace
 from sightline.trace.node import float32_array, int32_array
 
+_ABOVE_ZERO = ("beta", "divisor", "num", "ratio", "temperature")
 Filter = Callable[[Trace], str | None]
 """Takes a trace and returns a verdict, or None if the rollout may train."""
 
@@ -42,10 +43,13 @@ def load_named(
 ) -> Any:
     """Return the function or class that `setting` names, a built-in one or "module:name"."""
     if name in built_in:  # a negative argument would reverse the update, and some divide
+        parameters = inspect.signature(built_in[name]).parameters
         for key, value in args.items():
-            low = 1e-300 if key.split("_")[0] in ("beta", "divisor", "num", "temperature") else 0
-            if isinstance(value, int | float) and not low <= value < float("inf"):
-                problem = f"{setting} = {name!r}: {key} = {value} is out of range"
+            default = getattr(parameters.get(key), "default", None)
+            has_other_type = type(default) in (int, float) and type(value) not in (int, float)
+            low = 1e-300 if key.split("_")[0] in _ABOVE_ZERO else 0
+            if has_other_type or isinstance(value, int | float) and not low <= value < float("inf"):
+                problem = f"{setting} = {name!r}: {key} = {value!r} is out of range"
                 raise ConfigError(problem, "set a positive number")
         return built_in[name]
     if ":" not in name:

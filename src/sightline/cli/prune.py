@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
+from sightline.errors import ConfigError
 from sightline.regular_file import open_file
 
 DAY_S = 86400.0
@@ -36,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from sightline.view.run_status import FINISHED, RUNNING, find_runs, get_status, measure_bytes
 
+    if not args.older_than_days >= 0:
+        raise ConfigError(f"--older-than-days {args.older_than_days} is no age", "set 0 or more")
     total = 0
     for run_dir in find_runs(args.paths):
         status = get_status(run_dir)

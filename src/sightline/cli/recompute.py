@@ -66,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
     changed = load_config(RunFile, run_dir.config, args.overrides)
     if before.algorithm.teacher_server:
         raise ConfigError("the teacher's scores are not in the traces", "choose another run")
-    if not run_dir.scores_of(args.step).is_file():
-        raise ConfigError(f"{run_dir.path} has not trained step {args.step}", "choose another step")
+    kept = read_scores(run_dir, args.step)
     start = recompute.find_checkpoint(run_dir, args.step)
     store = open_store(before.media.root or run_dir.media, **before.media.store_options())
     traces = read_candidates(run_dir, args.step, before.orchestrator.replay_max_age)
@@ -88,7 +87,6 @@ def run(args: argparse.Namespace) -> int:
             table.add_row(label, *cells)
     sizes = [NOTHING, *(f"{step.effective_samples:.1%}" for step in steps)]
     table.add_row("effective sample size", *sizes)
-    kept = read_scores(run_dir, args.step)
     table.add_row("largest difference of a logprob", NOTHING, *(
         f"{max((abs(token.change) for token in compare_tokens(kept, step.scores)), default=0):.2g}"
         for step in steps

@@ -185,6 +185,8 @@ def _check_checksum(text: str, path: Path) -> bool:
 def load_object(path: str, setting: str) -> Any:
     """Import the object that `setting` names as "module:name", such as an environment."""
     module_name, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigError(f"{setting} = {path!r} does not name a module", "write 'module:name'")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

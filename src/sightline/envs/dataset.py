@@ -73,6 +73,15 @@ class Dataset(Environment):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("images", "split_by"):
+            if isinstance(column := getattr(self, name), str):
+                raise ConfigError(
+                    f"[env.args] {name} is not a list", f"write {name} = [{column!r}]"
+                )
+        try:
+            re.compile(self.answer_pattern)
+        except re.error as error:
+            raise ConfigError(f"[env.args] answer_pattern is invalid: {error}", "fix it") from error
         check_fractions(self.path, self.eval_fraction, self.sft_fraction)
         self.shows_media = bool(self.images)
         self._reward = build_reward(self.reward, self.reward_args, "[env.args] reward")

@@ -191,7 +191,12 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
     make = load_object(name, "[env] name")
     check_arguments(make, (), args, f"[env.args] does not fit {path!r}")
     try:
-        return cast(Environment, make(**resolve_references(args, "[env] args")))
+        environment = make(**resolve_references(args, "[env] args"))
+        if hasattr(environment, "shows_media"):
+            return cast(Environment, environment)
+        raise ConfigError(
+            f"[env] name = {path!r} is not an environment", "derive it from Environment"
+        )
     except SightlineError:
         raise
     except Exception as error:  # user code
@@ -206,6 +211,8 @@ def check_arguments(
     function: Callable[..., Any], values: Sequence[Any], args: Mapping[str, Any], problem: str
 ) -> None:
     """Raise `problem` if a function does not take these values and keyword arguments."""
+    if not callable(function):
+        raise ConfigError(f"{problem}: it cannot be called", "name a function or a class")
     signature = inspect.signature(function)
     try:
         signature.bind(*values, **args)

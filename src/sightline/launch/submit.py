@@ -54,7 +54,8 @@ def submit_run(
     folder = Path(file.run.dir).absolute()
     hub = f"tcp://{find_address(file)}:{file.launch.port or 'PORT'}"
     at = Endpoints(hub, file.inference.servers)
-    specs = plan_run(file, folder / f"{file.run.name}-001", "RUN-ID", at)
+    run_folder = resume.absolute() if resume else folder / f"{file.run.name}-001"
+    specs = plan_run(file, run_folder, "RUN-ID", at)
     files = _build_files(file, path, overrides, resume)
     if dry_run or output is not None or on != "slurm":
         for name, text in files.items():

@@ -42,7 +42,9 @@ def split_micro_batch(batch: MicroBatch) -> list[MicroBatchPart]:
         larger = max(start, len(second))
         if larger < size:
             in_second = np.zeros(len(trained), dtype=bool)
-            for first, stop in _rollouts(batch):
+            for _, nodes in groupby(batch.origins, key=lambda origin: origin.trace_id):
+                origins = list(nodes)
+                first, stop = origins[0].start, origins[-1].stop
                 in_second[first:stop] = trained[first:stop].max(initial=-1) >= start
             if np.isin(trained[in_second], second).all():
                 size = larger
@@ -60,13 +62,6 @@ def take_sequences(batch: MicroBatch) -> Iterator[MicroBatchPart]:
         if int(path[-1]) not in taken:  # otherwise it is the start of another path
             taken.update(path.tolist())
             yield _take(batch, path, np.isin(trained, path))
-
-
-def _rollouts(batch: MicroBatch) -> Iterator[tuple[int, int]]:
-    """Yield the range of trained tokens of each rollout."""
-    for _, nodes in groupby(batch.origins, key=lambda origin: origin.trace_id):
-        origins = list(nodes)
-        yield origins[0].start, origins[-1].stop
 
 
 def _take(

@@ -38,8 +38,8 @@ class Tokenizer:
                 description = read_text(file)
             self._full = tokenizers.Tokenizer.from_str(description)
             # The library always matches added tokens in text first, whether special or not.
-            plain = {**json.loads(description), "added_tokens": []}
-            self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
+            plain = json.dumps({**json.loads(description), "added_tokens": []})
+            self._plain = tokenizers.Tokenizer.from_str(plain)
         except Exception as error:  # the library raises no specific type
             problem = f"{file} is broken: {error}"
             raise FamilyError(problem, "copy it again from the checkpoint") from error

@@ -25,7 +25,7 @@ from msgspec.structs import replace as replace_fields
 
 from sightline.algo.algorithm import Algorithm, RolloutBatch, compute_advantages
 from sightline.algo.credit import AggregationFunction, by_tokens
-from sightline.errors import MediaError, Misaligned, WireError
+from sightline.errors import ConfigError, MediaError, Misaligned, WireError
 from sightline.pack import MicroBatchPart, PackSize, pack, split_micro_batch, truncate
 from sightline.trainer.bad_media import (
     BadMediaError,
@@ -181,6 +181,10 @@ class BatchPreparer:
         truncated: dict[str, int] = {}
         if self.max_sequence_tokens:
             fitting, counts = truncate(batch.samples, self.max_sequence_tokens)
+            if batch.samples and not fitting:
+                problem = "[trainer] max_sequence_tokens cuts every sample to its prompt"
+                fix = "start a new run with a higher value, or 0 for no limit"
+                raise ConfigError(f"step {batch.step}: {problem}", fix)
             batch, truncated = Batch(batch.step, fitting), dict(counts)
         began = time.monotonic()
         digests, problems = self._digest_items(batch)

@@ -111,6 +111,8 @@ def _find_target_layers(forward: Forward, settings: LoraConfig) -> list[str]:
             if not any(fnmatch(name, pattern) for name in known[setting]):
                 problem = f"[lora] {setting}: no linear layer is called {pattern!r}"
                 raise ConfigError(problem, f"choose among {names}")
+    if not found:
+        raise ConfigError("[lora] targets is empty", 'set it, for example to ["*"]')
     return found
 
 

@@ -246,6 +246,12 @@ def _get_zero(nodes: set[int], node: Node) -> float | None:
 
 
 def read_scores(run_dir: RunDir, step: int) -> StepScores:
+    for file in (run_dir.scores_of(step), run_dir.traces_of(step)):
+        if not file.is_file():
+            raise WireError(
+                f"{file} is missing",
+                "choose a step that has trained. `sightline prune` also removes files",
+            )
     return StepScores.from_bytes(read_bytes(run_dir.scores_of(step)))
 
 

@@ -185,7 +185,9 @@ def export_step(
                 row["step"] = trace_files.find_step(traces.name)
                 row |= _read_images(row_traces, store, max_rollout_bytes, counts)
                 group.append(row)
-                num_bytes += _estimate_bytes(row)
+                texts = sum(len(value) for value in row.values() if isinstance(value, str))
+                images = sum(len(image["bytes"]) for image in row["images"])
+                num_bytes += images + texts + 9 * len(row.get("token_ids", ())) + 500
                 if num_bytes >= GROUP_BYTES or len(group) >= GROUP_ROWS:
                     writer.write_batch(pyarrow.RecordBatch.from_pylist(group, schema))
                     group, num_bytes = [], 0
@@ -198,12 +200,6 @@ def export_step(
         part.unlink(missing_ok=True)
     counts.nbytes = target.stat().st_size
     return counts
-
-
-def _estimate_bytes(row: dict[str, Any]) -> int:
-    texts = sum(len(value) for value in row.values() if isinstance(value, str))
-    images = sum(len(image["bytes"]) for image in row["images"])
-    return images + texts + 9 * len(row.get("token_ids", ())) + 500
 
 
 def _iterate_selected(traces: Path, ids: set[str] | None, counts: ExportCounts) -> Iterator[Trace]:

@@ -102,9 +102,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         for modality in hashes:
             counts = (len(hashes[modality]), len(places[modality]), len(raws[modality]))
             if len(set(counts)) != 1:
+                odd = [
+                    k for k, n in zip(FEATURE_LISTS, counts, strict=True) if counts.count(n) == 1
+                ]
+                where = f"features.{odd[0]}.{modality}" if len(odd) == 1 else "features"
                 raise Misaligned(
-                    f"{_find_odd_list(counts, modality)}: the lists of hashes, placeholders and "
-                    f"items have {counts} entries",
+                    f"{where}: the lists of hashes, placeholders and items have {counts} entries",
                     "send one entry per slot in each",
                 )
             for i, (key, place, raw) in enumerate(
@@ -123,12 +126,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
                 slots.append(Slot(place.offset, place.length, item))
             check_slots(slots, len(self.token_ids), f"features.mm_placeholders.{modality}")
         return slots
-
-
-def _find_odd_list(counts: tuple[int, int, int], modality: str) -> str:
-    """Return the path of the list whose length differs from the other two, if one does."""
-    odd = [name for name, num in zip(FEATURE_LISTS, counts, strict=True) if counts.count(num) == 1]
-    return f"features.{odd[0]}.{modality}" if len(odd) == 1 else "features"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

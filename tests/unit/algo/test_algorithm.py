@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,8 +17,9 @@ import torch
 from sightline.algo.algorithm import Algorithm, AlgorithmLoss, RolloutBatch, compute_advantages
 from sightline.algo.algorithms import GRPO, build_small_batch, load_algorithm
 from sightline.algo.credit import GroupRewards
-from sightline.algo.losses import LossInputs, check_algorithm_loss
+from sightline.algo.losses import LossInputs, check_algorithm_loss, load_loss
 from sightline.algo.needs import Needs
+from sightline.algo.registry import load_aggregation
 from sightline.config import AlgorithmConfig
 from sightline.errors import ConfigError, Misaligned
 from sightline.wire.micro_batch import TokenOrigin
@@ -84,6 +86,23 @@ def test_invalid_algorithm_is_refused_by_its_setting(theirs: ModuleType) -> None
     for wrong, problem in ((Detached, "has no gradient"), (Mean, "for 6 tokens")):
         with pytest.raises(ConfigError, match=problem):
             check_algorithm_loss("x:y", wrong(AlgorithmConfig()).loss, Needs())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "dapo", "args": {"max_sampled_tokens": "4"}},
+        {"name": "dapo", "args": {"max_sampled_tokens": True}},
+        {"loss": "tis", "loss_args": {"ratio_cap": 0}},
+        {"aggregation": "constant", "aggregation_args": {"divisor": "a"}},
+    ],
+)
+def test_argument_that_is_not_a_positive_number_is_refused(settings: dict[str, Any]) -> None:
+    loaded = AlgorithmConfig(**settings)
+    with pytest.raises(ConfigError, match="is out of range"):
+        load_algorithm(loaded)
+        load_loss(loaded.loss, loaded.loss_args)
+        load_aggregation(loaded.aggregation, loaded.aggregation_args)
 
 
 def test_metric_cannot_have_the_name_of_a_step_metric() -> None:

@@ -230,6 +230,22 @@ def test_reference_that_earns_nothing_as_an_answer_is_no_demonstration(
         env.demonstration(env.task(0, "sft"), store.put, random.Random(0))
 
 
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({"images": "image"}, "images is not a list"),
+        ({"split_by": "question"}, "split_by is not a list"),
+        ({"answer_pattern": "["}, "answer_pattern is invalid: unterminated"),
+        ({"reward": ":f"}, "does not name a module"),
+    ],
+)
+def test_invalid_argument_is_refused_at_start(
+    tmp_path: Path, args: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Dataset(write_rows(tmp_path, [ROW] * 9), **args)
+
+
 def test_file_has_no_named_splits(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [ROW] * 9) + "/rows.jsonl"
     with pytest.raises(ConfigError, match="is a file, so it has no split 'test'"):

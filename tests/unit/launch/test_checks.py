@@ -156,6 +156,8 @@ def test_only_checkpoints_that_a_run_writes_need_space(tiny_model: Path) -> None
         ("algorithm.advantage", "nowhere:advantage", "nowhere"),
         ("algorithm.credit", "tokens", "is not built in"),
         ("filters.custom", '["json:dumps"]', "failed on a small batch"),
+        ("algorithm.advantage", ":f", "does not name a module"),
+        ("algorithm.loss", ".mine:f", "does not name a module"),
     ],
 )
 def test_invalid_algorithm_is_refused_by_its_setting(

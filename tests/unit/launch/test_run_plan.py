@@ -87,6 +87,16 @@ def test_local_plan_starts_every_process_locally(
     assert plan.count("(here)") == 4
 
 
+def test_plan_of_a_resume_names_the_resumed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "elsewhere"
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text('[model]\npath = "tiny"\n[env]\nname = "vowels"\n')
+    plan = dry_run(capsys, "--resume", str(run_dir), "rollout.workers=1")
+    assert f"process orchestrator {run_dir} " in plan
+
+
 def test_patterns_match_only_remote_capable_processes(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

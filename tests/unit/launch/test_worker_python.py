@@ -56,6 +56,12 @@ def test_worker_interpreter_without_sightline_is_refused(tmp_path: Path) -> None
         describe_environment(CODEWORD, python)
 
 
+def test_interpreter_that_prints_no_description_is_refused(tmp_path: Path) -> None:
+    for script in ("exit 0", "echo hello"):
+        with pytest.raises(ConfigError, match="cannot run sightline.envs.environment_info"):
+            describe_environment(CODEWORD, write_python(tmp_path / "python", script))
+
+
 def test_different_sightline_version_is_refused_naming_both() -> None:
     with pytest.raises(ConfigError, match=r"has sightline 0\.[\d.]+, and this is 9\.9\.9"):
         describe_environment(CODEWORD, sys.executable, version="9.9.9")

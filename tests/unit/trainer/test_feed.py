@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from sightline.errors import (
+    ConfigError,
     FingerprintMismatch,
     MediaError,
     MediaMissing,
@@ -101,6 +102,13 @@ def test_images_beyond_the_truncation_are_not_loaded(tiny_model: Path, store: Me
     cutting.max_sequence_tokens = last.offset + 1
     ready = cutting.prepare(Batch(1, [long]), "")
     assert ready.truncated == {"cut": 1} and ready.num_samples == 1 and not ready.dropped
+
+
+def test_limit_that_cuts_every_sampled_token_is_named(tiny_model: Path, store: MediaStore) -> None:
+    cutting = preparer(tiny_model, store, budget=0.0)
+    cutting.max_sequence_tokens = 1
+    with pytest.raises(ConfigError, match="step 1: .* max_sequence_tokens cuts every sample"):
+        cutting.prepare(Batch(1, making.samples(tiny_model, store, count=2)), "")
 
 
 class Shares:

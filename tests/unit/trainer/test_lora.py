@@ -107,6 +107,8 @@ def test_unknown_layer_names_are_refused_with_the_known_ones(
     with pytest.raises(ConfigError, match="no linear layer is called 'q_prj'") as caught:
         learner_of(tiny_model, store, rank=4, targets=("q_prj",))
     assert "q_proj" in caught.value.fix
+    with pytest.raises(ConfigError, match="targets is empty"):
+        learner_of(tiny_model, store, rank=4, targets=())
     learner = learner_of(tiny_model, store, rank=4, targets=("q_proj", "v_proj"))
     adapted = {n.split(".lora_")[0].rpartition(".")[2] for n in groups(learner) if "lora_" in n}
     assert adapted == {"q_proj", "v_proj"}

@@ -35,6 +35,11 @@ LONG_BYTES = 1 << 25
 """More than the kernel buffers for a client that does not read."""
 
 
+def test_number_that_is_no_port_is_refused() -> None:
+    with pytest.raises(ConfigError, match="port = 65536 is not a port"):
+        bind_socket("127.0.0.1", 65536)
+
+
 @contextmanager
 def serving(guard: RequestGuard, limits: ConnectionLimits = DEFAULT_LIMITS) -> Iterator[int]:
     async def answer(http: Request) -> PlainTextResponse:

@@ -97,6 +97,14 @@ def test_datasets_library_loads_the_export_with_images(run_dir: RunDir, tmp_path
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("size", ["nan", "-1", "inf"])
+def test_invalid_image_limit_is_refused(
+    run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+) -> None:
+    words = ["samples", str(run_dir.path), "--to", str(tmp_path), f"--max-image-mb={size}"]
+    assert main(words) == 2 and "is not a size" in capsys.readouterr().err
+
+
 def test_export_memory_does_not_grow_with_size(tmp_path: Path) -> None:
     """Compare the peaks of Arrow and Python: six times the rollouts use about the same memory."""
     store = MediaStore(tmp_path / "media")

@@ -93,6 +93,17 @@ def test_modified_batch_is_refused(run_dir: RunDir) -> None:
         inspect_run(run_dir)
 
 
+@pytest.mark.parametrize("folder", ["traces", "scores"])
+def test_pruned_file_is_named(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    run_dir.batch(1).unlink()
+    other = run_dir.scores_of(1) if folder == "traces" else run_dir.traces_of(1)
+    other.touch()
+    assert main(["inspect", str(run_dir.path)]) == 2
+    assert f"{folder}/step_000001.msgpack is missing" in capsys.readouterr().err
+
+
 def test_removed_batch_is_rebuilt_with_the_traces_that_it_trained_again(
     tmp_path: Path, tiny_model: Path
 ) -> None:

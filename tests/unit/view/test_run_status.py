@@ -180,6 +180,7 @@ def test_prune_lists_files_and_removes_them_on_request(
             and "live" not in output
         )
         assert "--yes removes" in output and done.traces_of(1).is_file()
+        assert main([*words, "--older-than-days", "nan", "--yes"]) == 2
         assert main([*words, "--older-than-days", "1", "--yes"]) == 0
         assert done.traces_of(1).is_file(), "it was written a moment ago"
         assert main([*words, "--yes"]) == 0

@@ -118,13 +118,13 @@ def describe_environment(
             command, input=env.model_dump_json(), capture_output=True, text=True,
             timeout=MODULE_TIMEOUT_S, env=build_environ(threads=1), check=True,
         ).stdout  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as error:
+        answer = json.loads(text.strip().rpartition("\n")[2])
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         raise ConfigError(
             f"{setting} cannot run {ENVIRONMENT_MODULE}: {output.strip().splitlines()[-1]}",
             "set it to the python of a virtual environment with sightline-rl and [env]'s package",
         ) from error
-    answer = json.loads(text.strip().splitlines()[-1])
     if answer["version"] != version:
         raise ConfigError(
             f"{setting} has sightline {answer['version']}, and this is {version}",

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--pairs needs --to, and no --best or --min-reward", "name a new folder")
     selection = Selection(args.best, args.min_reward, args.min_gap if args.pairs else None)
     what = "pairs" if args.pairs else "rollouts"
+    if not 0 <= args.max_image_mb < 1e9:
+        raise ConfigError(f"--max-image-mb {args.max_image_mb:g} is not a size", "set 0 or more")
     max_bytes = int(args.max_image_mb * 1e6)
     steps = export_samples(RunDir(args.run_dir), args.step, max_bytes, selection, args.to)
     num_selected = 0

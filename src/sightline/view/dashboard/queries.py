@@ -64,8 +64,7 @@ class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
         chosen = {clause: value for clause, value in conditions.items() if value is not None}
         clauses, values = list(chosen), list(chosen.values())
         if self.text:
-            escaped = re.sub(r"([\\%_])", r"\\\1", self.text)
-            pattern = f"%{escaped}%"
+            pattern = "%" + re.sub(r"[\\%_]", r"\\\g<0>", self.text) + "%"
             clauses.append(
                 "(id IN (SELECT rollout FROM says WHERE text IN"
                 " (SELECT id FROM texts WHERE text LIKE ? ESCAPE '\\'))"
