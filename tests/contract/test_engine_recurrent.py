@@ -242,5 +242,6 @@ def test_update_during_answers_prefills_them_again(
         logprobs = logprobs_of(answer.result())
         for span, witness in ((first, reference), (second, changed)):
             expected = witness.logprobs(tokens, choice.token_ids, slots)[span.start : span.end]
-            np.testing.assert_allclose(logprobs[span.start : span.end], expected, atol=1e-4)
+            # The other version differs by 0.1 and more, and recurrent states amplify rounding.
+            np.testing.assert_allclose(logprobs[span.start : span.end], expected, atol=5e-4)
     assert fresh.totals()["prefilled_again"] == 3
