@@ -82,10 +82,6 @@ class Command:
                 output += self._output.get_nowait()
         return output, None if output else exit_code
 
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
     def _read(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as output:
@@ -96,7 +92,8 @@ class Command:
         while self._process.poll() is None:
             time.sleep(POLL_S)
             if time.monotonic() - self._polled_at > LEASE_S:
-                self.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def check_address(address: str) -> None:
