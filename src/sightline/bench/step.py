@@ -204,8 +204,7 @@ class StepBench:
                 ]
             )  # fmt: skip
         columns = ("", "tokens", "images", "ms/step", "samples/s", "speedup", "peak GiB")
-        title = f"{num} answers to one prompt, {self.args.dtype}"
-        print_table(title, columns, cells, width=120)
+        print_table(f"{num} answers to one prompt, {self.args.dtype}", columns, cells, width=120)
 
     # --- model and data
 
