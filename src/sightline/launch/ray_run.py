@@ -82,6 +82,10 @@ class Command:
                 output += self._output.get_nowait()
         return output, None if output else exit_code
 
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as output:
@@ -92,8 +96,7 @@ class Command:
         while self._process.poll() is None:
             time.sleep(POLL_S)
             if time.monotonic() - self._polled_at > LEASE_S:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+                self.kill()
 
 
 def check_address(address: str) -> None:
