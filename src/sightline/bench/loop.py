@@ -37,6 +37,7 @@ SHAPE = ("rollouts", "group_size", "turns", "width", "height", "max_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
     parser.description = (
         "Plays `sightline rl` on one device, with rollouts that show a drawn page every turn. "
         "Prints tokens a second, every step's seconds, and for each process what it did or for "
@@ -48,12 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         steps=10, warmup=1, rollouts=64, group_size=8, turns=4, width=640, height=480,
         max_tokens=64,
     )  # fmt: skip
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write what was measured as JSON"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings of the run"
-    )
+    option("-o", "--output", type=Path, metavar="FILE", help="write what was measured as JSON")
+    option("overrides", nargs="*", metavar="section.key=value", help="settings of the run")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -82,21 +82,18 @@ class StepSettings(ConfigSection):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
     parser.description = __doc__
     add_options(parser, "model", "size", "device", "dtype", repeats=5, warm_up=3)
-    parser.add_argument(
-        "--type", help="model type of the random model; default: the family's first"
-    )
-    parser.add_argument(
-        "--part", dest="parts", action="append", choices=PARTS, help="default: both"
-    )
-    parser.add_argument("--small", action="store_true", help="use small shapes, for a CPU")
-    parser.add_argument("--no-cudnn", action="store_true", help="do not use cuDNN's attention")
-    parser.add_argument("--exact", action="store_true", help="also measure [model] exact = true")
-    parser.add_argument(
+    option("--type", help="model type of the random model; default: the family's first")
+    option("--part", dest="parts", action="append", choices=PARTS, help="default: both")
+    option("--small", action="store_true", help="use small shapes, for a CPU")
+    option("--no-cudnn", action="store_true", help="do not use cuDNN's attention")
+    option("--exact", action="store_true", help="also measure [model] exact = true")
+    option(
         "--profile", type=Path, metavar="DIR", help="profile a step of each part; write traces here"
     )
-    parser.add_argument(
+    option(
         "overrides", nargs="*", metavar="section.key=value", help="settings of [model] or [trainer]"
     )
 
@@ -204,8 +201,7 @@ class StepBench:
                 ]
             )  # fmt: skip
         columns = ("", "tokens", "images", "ms/step", "samples/s", "speedup", "peak GiB")
-        title = f"{num} answers to one prompt, {self.args.dtype}"
-        print_table(title, columns, cells, width=120)
+        print_table(f"{num} answers to one prompt, {self.args.dtype}", columns, cells, width=120)
 
     # --- model and data
 

@@ -32,45 +32,36 @@ SETTINGS: dict[str, tuple[type, str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "env", metavar="ENV", nargs="?", help="a built-in environment, or 'module:Class'"
-    )
+    option = parser.add_argument
+    option("env", metavar="ENV", nargs="?", help="a built-in environment, or 'module:Class'")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--endpoint", metavar="URL", help="an OpenAI endpoint, http://HOST:PORT/v1")
     where.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="a checkpoint to serve and evaluate"
     )
-    parser.add_argument(
+    option(
         "--run", type=Path, dest="run_dir", metavar="DIR",
         help="take environment, seed and limits from this run directory; options override them",
     )  # fmt: skip
     add_env_args(parser)
-    parser.add_argument(
-        "--model", help="model name at the endpoint; default: the one that it lists"
-    )
-    parser.add_argument(
+    option("--model", help="model name at the endpoint; default: the one that it lists")
+    option(
         "--api-key", default="", metavar="REF",
         help="reference to the endpoint's API key: env:NAME or file:PATH",
     )  # fmt: skip
-    parser.add_argument(
+    option(
         "--media", type=Path, metavar="DIR",
         help="a store that the endpoint can read: images are sent as references",
     )  # fmt: skip
-    parser.add_argument(
-        "--split", default="eval", choices=("eval", "train"), help="default: %(default)s"
-    )
+    option("--split", default="eval", choices=("eval", "train"), help="default: %(default)s")
     for name, (kind, help_text) in SETTINGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=help_text)
-    parser.add_argument(
+        option(f"--{name.replace('_', '-')}", type=kind, help=help_text)
+    option(
         "--max-concurrent", type=int, default=32, help="concurrent rollouts; default: %(default)s"
     )
-    parser.add_argument(
-        "--threads", type=int, default=1, help="compute threads for --checkpoint; default: 1"
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write one JSON line per rollout to FILE"
-    )
+    option("--threads", type=int, default=1, help="compute threads for --checkpoint; default: 1")
+    option("--dtype", choices=("float32", "bfloat16"), help="default: float32")
+    option("--output", type=Path, metavar="FILE", help="write one JSON line per rollout to FILE")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -85,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"no store at {store.root}", "pass an existing store with --store")
     if args.media_action == "gc":
         return _gc(store, open_blobs(store.root, token), args)
-    actions = {"put": _put, "ls": _ls, "verify": _verify}
-    return actions[args.media_action](store, args)
+    return {"put": _put, "ls": _ls, "verify": _verify}[args.media_action](store, args)
 
 
 def _find_store(args: argparse.Namespace, token: str) -> tuple[Path | str, str]:

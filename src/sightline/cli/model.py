@@ -44,30 +44,27 @@ def add_target(parser: argparse.ArgumentParser, dtype: str | None = None) -> Non
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
     add_target(parser)
     names = registry.family_names()
     first = registry.get_default_family()
-    parser.add_argument("--family", choices=names, default=first, help="default: %(default)s")
-    parser.add_argument(
+    option("--family", choices=names, default=first, help="default: %(default)s")
+    option(
         "--like",
         metavar="NAME",
         dest="size",
         help="tiny, or a published model whose shapes the family knows; an unknown name prints the "
         "known ones; default: tiny",
     )
-    parser.add_argument(
-        "--type", help="model type of the family; an unknown type prints the known ones"
-    )
-    parser.add_argument(
+    option("--type", help="model type of the family; an unknown type prints the known ones")
+    option(
         "--tokenizer",
         type=Path,
         metavar="DIR",
         dest="tokenizer_folder",
         help="folder with the tokenizer.json of a published model; default: a tiny tokenizer",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="random seed of the weights; default: %(default)s"
-    )
+    option("--seed", type=int, default=0, help="random seed of the weights; default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:

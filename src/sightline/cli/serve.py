@@ -58,10 +58,8 @@ def add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) ->
     """Add an option with the name, description and default of a setting."""
     default = COMMAND_DEFAULTS.get(name, field.default)
     default_text = f" Default: {default}." if default not in (None, "") else ""
-    option, text = (
-        f"--{name.replace('_', '-')}",
-        f"{field.description}{default_text}".replace("%", "%%"),
-    )
+    option = f"--{name.replace('_', '-')}"
+    text = f"{field.description}{default_text}".replace("%", "%%")
     if field.annotation is bool:
         parser.add_argument(option, action=argparse.BooleanOptionalAction, help=text)
     else:
@@ -77,6 +75,5 @@ def run(args: argparse.Namespace) -> int:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         print(f"images are stored in {folder} until the end. --media DIR keeps them", flush=True)
         options["media_roots"] = [folder]
-    spec = ServerSpec.of(**(COMMAND_DEFAULTS | options))
-    load_engine(args.engine).serve(spec)
+    load_engine(args.engine).serve(ServerSpec.of(**(COMMAND_DEFAULTS | options)))
     return 0

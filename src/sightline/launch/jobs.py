@@ -80,8 +80,7 @@ class RlJob(TrainingJob[RunFile]):
         evaluator = ""
         if has_evaluator(file):
             evaluator = f"{scheme}://{host}:{reserve_port(host, 0, 'the port of the evaluator')}"
-        at = Endpoints(hub, servers, evaluator)
-        specs = plan_run(file, run_dir.path, run_dir.read_id(), at)
+        specs = plan_run(file, run_dir.path, run_dir.read_id(), Endpoints(hub, servers, evaluator))
         if file.launch.on == "kubernetes":
             specs = [spec for spec in specs if not file.launch.is_elsewhere(spec.name)]
         return specs
@@ -132,8 +131,7 @@ class RlJob(TrainingJob[RunFile]):
 
     def print_outcome(self, file: RunFile, run_dir: RunDir, stopped_by: str) -> None:
         """Print the summary and write the report."""
-        extra = {"stopped_by": stopped_by} if stopped_by else {}
-        print_summary(summarize(run_dir, **extra))
+        print_summary(summarize(run_dir, **({"stopped_by": stopped_by} if stopped_by else {})))
         report = write_report(run_dir)
         # Print plain last lines for scripts.
         print(f"run: {show_path(run_dir.path)}")

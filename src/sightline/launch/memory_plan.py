@@ -106,19 +106,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    file: RunFile | SftFile,
-    model: ModelMemory,
-    memory: int,
-    on_gpu: bool = True,
-    size: MicroBatchSize | None = None,
+    file: RunFile | SftFile, model: ModelMemory, memory: int, on_gpu: bool = True
 ) -> MemoryPlan:
-    """Plan the processes of `file` on devices of `memory` bytes. Without `size`, micro-batches are
-    full of images, and all their tokens train."""
-    trainer = file.trainer
-    if size is None:
-        tokens = trainer.max_micro_batch_tokens
-        patches = min(trainer.micro_batch_patches, tokens * model.patches_per_token)
-        size = MicroBatchSize(tokens, patches, tokens)
+    """Plan the processes of `file` on devices of `memory` bytes. Micro-batches are full of images,
+    and all their tokens train."""
+    trainer, tokens = file.trainer, file.trainer.max_micro_batch_tokens
+    patches = min(trainer.micro_batch_patches, tokens * model.patches_per_token)
+    size = MicroBatchSize(tokens, patches, tokens)
     contexts = CONTEXTS_SHARE if on_gpu else 0.0
     processes = []
     for rank in range(trainer.ranks):

@@ -202,8 +202,7 @@ class Processes:
         )
         file = self.run_dir.error_file(name)
         log = self.run_dir.logs / f"{name}.log"
-        can_resume = self.run_dir.progress.parent.is_dir()
-        resume = f"then resume with `{self.resume_command}`" * can_resume
+        resume = f"then resume with `{self.resume_command}`" * self.run_dir.progress.parent.is_dir()
         with suppress(OSError, ValueError):  # it may be missing, or incomplete on a full disk
             error = json.loads(read_text(file))
             fix = "; ".join(part for part in (error["fix"], resume) if part)

@@ -79,7 +79,8 @@ def run_elsewhere(
         threading.Thread(target=wait_for_launcher, daemon=True, name="parent").start()
     try:
         make_copy(name, hub, run_dir, rights or derive_rights(secret, name).encode())
-        return _run_child(name, hub, run_dir, arguments, threads)
+        code = _run_child(name, hub, run_dir, arguments, threads)
+        return code if code >= 0 else 128 - code
     except Exception as error:
         traceback.print_exc()
         problem, fix = clean_text(f"{type(error).__name__}: {error}"), f"see logs/{name}.log"
@@ -170,7 +171,7 @@ def _run_child(name: str, hub: str, run_dir: RunDir, args: Sequence[str], thread
         env=build_environ(threads) | {MARK_VARIABLE: build_mark(run_dir.path, name)},
     )
     if address is None:
-        return _get_exit_code(child.wait())
+        return child.wait()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: child.send_signal(number))
     spoke = Spoke(hub, name, read_rights(run_dir, name).channel)
@@ -188,7 +189,7 @@ def _run_child(name: str, hub: str, run_dir: RunDir, args: Sequence[str], thread
         child.kill()
         child.wait()
         spoke.close()
-    return _get_exit_code(exit_code)
+    return exit_code
 
 
 def _choose_address(name: str, hub: str, run_dir: RunDir) -> Path:
@@ -199,7 +200,3 @@ def _choose_address(name: str, hub: str, run_dir: RunDir) -> Path:
     path = run_dir.server_address(name)
     path.write_text(f"{inference.scheme}://{host}:{port}")
     return path
-
-
-def _get_exit_code(code: int) -> int:
-    return code if code >= 0 else 128 - code

@@ -170,8 +170,7 @@ def describe_plan(file: RunFile, specs: list[ProcessSpec]) -> str:
         if file.launch.find_host(spec.name):
             where = f"by `{shlex.join(spec.host)}`"
         cpus = spec.threads if where == "here" else spec.resources.cpus
-        memory_gb = spec.resources.memory_gb
-        memory = f", {memory_gb:g} GB" if memory_gb else ""
+        memory = f", {spec.resources.memory_gb:g} GB" * bool(spec.resources.memory_gb)
         lines.append(f"{spec.name} ({where}): {cpus} CPU, {spec.resources.gpus:g} GPU{memory}")
         lines.append(f"    {shlex.join(spec.command)}")
     return "\n".join(lines)

@@ -42,10 +42,9 @@ def build_step(name: str, resources: Resources, components: Sequence[Resources])
 def build_script(file: RunFile, components: Mapping[Resources, int], command: Sequence[str]) -> str:
     """Return the batch script. `components` maps resources to the number of processes that request
     them, and `command` starts the launcher."""
-    log = Path(file.run.dir).absolute() / "slurm-%j.log"
     options: dict[str, object] = {
         "job-name": file.run.name,
-        "output": str(log),
+        "output": str(Path(file.run.dir).absolute() / "slurm-%j.log"),
         "open-mode": "append",
         "no-requeue" if file.launch.slurm.get("requeue") is False else "requeue": True,
         "signal": SIGNAL,

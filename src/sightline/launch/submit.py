@@ -107,8 +107,7 @@ def _write_secrets(file: RunFile, output: Path) -> None:
     write_private(output / SECRETS, build_secrets(file))
     print(f"wrote {output / SECRETS}: delete it once the cluster has it")
     space = file.launch.kubernetes and file.launch.kubernetes.namespace
-    secret = f"{make_name(file.run.name)}-secret"
-    create = ["kubectl", "create", "secret", "generic", secret]
+    create = ["kubectl", "create", "secret", "generic", f"{make_name(file.run.name)}-secret"]
     create += [f"--from-env-file={output / SECRETS}", *(["-n", space] if space else [])]
     apply = format_command("kubectl", "apply", "-f", output / "sightline.yaml")
     print(f"start: {format_command(*create)} && {apply}")

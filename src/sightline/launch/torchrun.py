@@ -84,8 +84,7 @@ def get_rendezvous_store(context: TorchrunContext) -> TCPStore:
 
 def read_rendezvous(context: TorchrunContext) -> Rendezvous:
     """Wait until rank 0 has posted the run's rendezvous, and return it."""
-    data = get_rendezvous_store(context).get(RENDEZVOUS_KEY)
-    return msgspec.json.decode(data, type=Rendezvous)
+    return msgspec.json.decode(get_rendezvous_store(context).get(RENDEZVOUS_KEY), type=Rendezvous)
 
 
 def open_rendezvous(settings: TrainerConfig, run_dir: str = "") -> Rendezvous:

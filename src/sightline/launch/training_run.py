@@ -248,7 +248,8 @@ def _build_supervision(
 ) -> Callable[[], None]:
     """Return the function that supervises the processes. It is called repeatedly."""
     replace_broken = job.build_supervisor(file, processes, specs, events)
-    ranks = [spec.name for spec in specs if spec.name.partition("-")[0] == job.trainer]
+    trainers = [spec for spec in specs if spec.name.partition("-")[0] == job.trainer]
+    ranks = [spec.name for spec in trainers]
     watchdog = TrainerWatchdog(processes, ranks, file.trainer.stall_timeout_s)
     restarts = file.launch.restart if isinstance(file, RunFile) else 0
     if restarts and context is not None and context.size > 1:
@@ -256,7 +257,6 @@ def _build_supervision(
             f"[launch] restart = {restarts} cannot restart ranks that torchrun started",
             "set it to 0, and let torchrun restart the run with --resume",
         )
-    trainers = [spec for spec in specs if spec.name in ranks]
 
     def report(text: str) -> None:
         events.write("process", words=text)

@@ -97,8 +97,7 @@ def _convert_rgb(image: Image) -> Image:
     from PIL import Image as images
 
     if image.mode.startswith("I;16"):
-        high_bytes = image.tobytes("raw", "I;16B")[::2]
-        return images.frombytes("L", image.size, high_bytes).convert("RGB")
+        return images.frombytes("L", image.size, image.tobytes("raw", "I;16B")[::2]).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError("its values have no known range")
     if "transparency" in image.info:

@@ -61,8 +61,7 @@ def measure_free_space(path: Path) -> FreeSpace:
     disk = os.statvfs(next(p for p in (path, *path.parents) if p.exists()))
     # Some file systems, such as btrfs, have no fixed number of inodes and report 0 of 0.
     if disk.f_files and disk.f_favail < MIN_INODES:
-        few = f"{disk.f_favail} free inodes, fewer than {MIN_INODES} (see `df -i`)"
-        return FreeSpace(0, few)
+        return FreeSpace(0, f"{disk.f_favail} free inodes, fewer than {MIN_INODES} (see `df -i`)")
     num_bytes = disk.f_bavail * disk.f_frsize
     return FreeSpace(num_bytes, f"{num_bytes} bytes free")
 

@@ -316,8 +316,7 @@ def _walk_gif(data: bytes) -> _Walked:
                     raise _over_budget("GIF", "data blocks", MAX_GIF_BLOCKS)
             at, num_blocks = at + 1, num_blocks + 1
             if not num_frames and at > MAX_GIF_COMMENT_BYTES:
-                limit = MAX_GIF_COMMENT_BYTES
-                raise _over_budget("GIF", "bytes before its first frame", limit)
+                raise _over_budget("GIF", "bytes before its first frame", MAX_GIF_COMMENT_BYTES)
     except (IndexError, struct.error):
         raise _broken("GIF", f"it ends at byte {len(data)}, before its trailer") from None
     if not num_frames:

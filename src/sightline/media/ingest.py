@@ -111,8 +111,7 @@ class ImageIngestor:
             return source(url, takes_video)
         except (MediaError, MessageError) as error:
             # Keep the first cause: an OSError tells a server that a retry may help.
-            cause = error.__cause__ or error
-            raise type(error)(f"{path}: {error.problem}", error.fix) from cause
+            raise type(error)(f"{path}: {error.problem}", error.fix) from (error.__cause__ or error)
 
     def _put_data(self, url: str, _path: str, takes_video: bool) -> MediaRef:
         return self._put(read_data_url(url, self.store.limits), takes_video)

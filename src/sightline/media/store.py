@@ -105,8 +105,7 @@ class MediaStore:
     def identify(self, source: bytes | Path | Image) -> tuple[MediaRef, bytes]:
         """Return the ref of an image or a video and its bytes, without storing them."""
         data = self._bytes_of(source)
-        header = self._inspect(data)
-        return self._remember_ref(sha256(data).hexdigest(), header, len(data)), data
+        return self._remember_ref(sha256(data).hexdigest(), self._inspect(data), len(data)), data
 
     def put_bytes(self, data: bytes, digest: str = "") -> str:
         """Store bytes of any kind and return their digest, which is computed unless given."""
@@ -178,8 +177,7 @@ class MediaStore:
         try:
             image = decode.open_rgb(self.get(ref), self.limits)
         except (MediaUndecodable, MediaRefused) as error:
-            problem = f"image {ref.digest[:12]}: {error.problem}"
-            raise type(error)(problem, error.fix) from error
+            raise type(error)(f"image {ref.digest[:12]}: {error.problem}", error.fix) from error
         if image.size != (ref.width, ref.height):
             raise MediaError(
                 f"image {ref.digest[:12]} is {image.width}x{image.height}, "

@@ -181,8 +181,7 @@ class VideoReaders:
         except (MediaUndecodable, MediaRefused) as error:
             with self._lock:
                 self._readers.pop(ref.digest, None)
-            problem = f"video {ref.digest[:12]}: {error.problem}"
-            raise type(error)(problem, error.fix) from error
+            raise type(error)(f"video {ref.digest[:12]}: {error.problem}", error.fix) from error
 
     def _get(self, ref: MediaRef) -> VideoReader:
         with self._lock:

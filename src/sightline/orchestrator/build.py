@@ -33,8 +33,8 @@ from sightline.orchestrator.teacher import ServedTeacher
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
-from sightline.run.rights import derive_control_token
 from sightline.run.server_changes import REMOVE, list_wanted
+from sightline.transport.zmq_channel import derive_key
 from sightline.wire.control import BatchReady
 from sightline.wire.file import check_disk_room, check_writable
 
@@ -54,7 +54,7 @@ def open_best_checkpoint(
 def build_client(config: RunFile, secret: str, url: str, is_own: bool) -> GenerateClient:
     """Build the client for a server. Tokens of the run's own servers come from its secret."""
     inference = config.inference
-    token = derive_control_token(secret) if is_own else inference.read_token(for_control=True)
+    token = derive_key(secret, "control") if is_own else inference.read_token(for_control=True)
     return load_engine(inference.engine).build_client(url, token=token)
 
 

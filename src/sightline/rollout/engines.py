@@ -103,10 +103,6 @@ class InferenceEngine(ABC):
                 "start it with a larger --max-model-len, or lower max_model_len",
             )
 
-    def find_python(self, inference: InferenceConfig) -> str:
-        """Return the Python interpreter for servers that a run starts. Empty for the run's own."""
-        return ""
-
     def describe(self, family: Family) -> str:
         """Return a note for users about serving this family. Empty for none."""
         return ""

@@ -130,10 +130,9 @@ class EvalSummary:
     @property
     def parts(self) -> dict[str, list[float]]:
         """Values of each reward component, by component name."""
-        names = dict.fromkeys(part for trace in self.scored for part in trace.rewards)
         return {
             name: [trace.rewards[name] for trace in self.scored if name in trace.rewards]
-            for name in names
+            for name in dict.fromkeys(part for trace in self.scored for part in trace.rewards)
         }
 
     @property
@@ -153,8 +152,7 @@ class EvalSummary:
     @property
     def by_env(self) -> dict[str, EvalSummary]:
         """A summary for each environment."""
-        names = sorted({trace.env for trace in self.scored})
         return {
             name: EvalSummary([trace for trace in self.traces if trace.env == name])
-            for name in names
+            for name in sorted({trace.env for trace in self.scored})
         }

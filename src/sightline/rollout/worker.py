@@ -41,15 +41,6 @@ from sightline.wire.control import (
 )
 
 
-def tune_interpreter() -> None:
-    """Reduce the event loop's latency. Call this after all modules and models are loaded."""
-    # Make threads that run Python code yield to the loop ten times sooner.
-    sys.setswitchinterval(0.0005)
-    # Loaded objects are permanent, so exclude them from garbage collection.
-    gc.collect()
-    gc.freeze()
-
-
 async def main(
     config: RunFile,
     name: str,
@@ -71,7 +62,11 @@ async def main(
     # The orchestrator limits how long a run may be without servers.
     chats.router.template.deadline_s = math.inf
     player = RolloutPlayer(build_environment(config.env), chats, config.rollout.timeout_s)
-    tune_interpreter()
+    # Reduce the loop's latency: threads that run Python code yield to it ten times sooner.
+    sys.setswitchinterval(0.0005)
+    # Loaded objects are permanent, so exclude them from garbage collection.
+    gc.collect()
+    gc.freeze()
     running: dict[str, asyncio.Task[None]] = {}
     heartbeat = Heartbeat(heartbeat_file, player.threads.stuck_s)
     heartbeat.start()

@@ -34,9 +34,8 @@ def build_environ(threads: int) -> dict[str, str]:
     """
     libraries = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")
     # A run's ranks find each other themselves. torchrun's variables are for its own child.
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     return {
-        **inherited,
+        **{k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")},
         **{f"{library}_NUM_THREADS": str(threads) for library in libraries},
         "TOKENIZERS_PARALLELISM": "false",
         # A process's spinning threads would occupy the cores of other processes.

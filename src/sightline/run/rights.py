@@ -38,11 +38,5 @@ def derive_rights(secret: str, name: str) -> Rights:
     if role == "worker":
         return Rights(channel, derive_key(secret, "requests"))
     if role in ("server", "evaluator"):
-        return Rights(channel, derive_key(secret, "requests"), derive_control_token(secret))
+        return Rights(channel, derive_key(secret, "requests"), derive_key(secret, "control"))
     return Rights(channel, ranks=derive_key(secret, "ranks"))
-
-
-def derive_control_token(secret: str) -> str:
-    from sightline.transport.zmq_channel import derive_key
-
-    return derive_key(secret, "control")

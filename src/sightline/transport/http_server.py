@@ -101,8 +101,7 @@ class RequestGuard:
 
     def is_token(self, given: str) -> bool:
         """Return whether `given` is either token. The control token allows every request."""
-        control = self.control_token or self.token
-        return _is_same(given, self.token) | _is_same(given, control)
+        return _is_same(given, self.token) | _is_same(given, self.control_token or self.token)
 
     def _is_own_name(self, name: str) -> bool:
         is_here = is_loopback(name) if is_loopback(self.host) else is_ip_address(name)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 
 PREFIX = "sightline_"
 CONTENT_TYPE = "text/plain; version=0.0.4"
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 LabelledMetric = tuple[str, str, Mapping[str, str], float]

@@ -85,8 +85,7 @@ def work_folder(args: argparse.Namespace, needs_model: bool = True) -> Iterator[
         raise ConfigError(f"{kept} is not empty", "choose a new folder")
     with contextlib.ExitStack() as stack:
         if kept is None:
-            scratch = tempfile.TemporaryDirectory(prefix="sightline-bench-")
-            kept = Path(stack.enter_context(scratch))
+            kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sightline-bench-")))
         kept.mkdir(parents=True, exist_ok=True)
         if needs_model and args.model is None:
             args.model = write_tiny(kept / "model", getattr(args, "size", "tiny"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sightline.bounded_child import die_with_parent
-from sightline.config import InferenceConfig, RunFile
+from sightline.config import RunFile
 from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
@@ -160,9 +160,6 @@ class VllmInference(InferenceEngine):
 
     def serve(self, spec: ServerSpec) -> None:
         exec_vllm(spec)
-
-    def find_python(self, inference: InferenceConfig) -> str:
-        return find_python(inference.python)
 
     def takes_adapters(self, has_plain_names: bool) -> bool:
         return has_plain_names

@@ -269,8 +269,7 @@ def check_prompts(config: RunFile | SftFile) -> str:
         chats = build_policy_chats(config, [meter.base_url], MediaStore(Path(folder)))
         chats = replace(chats, client=meter, max_model_len=0)
         player = RolloutPlayer(build_environment(config.env), chats, config.rollout.timeout_s)
-        words = ("sightline", "try", config.env.name, "--model", config.model.path)
-        command = format_command(*words)
+        command = format_command("sightline", "try", config.env.name, "--model", config.model.path)
         try:
             for task in range(NUM_TASKS):
                 trace = (await player.play(build_eval_request(task, "train", 0, 1.0))).trace

@@ -37,12 +37,11 @@ def check_extras(config: RunFile | SftFile) -> None:
 
 def check_devices(config: RunFile | SftFile) -> None:
     """Raise if the trainer or the server would not find its GPU on this machine."""
-    devices = {"trainer": config.trainer.device}
+    devices = [("trainer", "trainer", config.trainer.device)]
     if isinstance(config, RunFile) and not config.inference.servers:
-        devices["server"] = config.inference.device
-    for name, device in devices.items():
+        devices.append(("server", "inference", config.inference.device))
+    for name, section, device in devices:
         if device.startswith("cuda") and not is_elsewhere(config, name) and not has_gpu():
-            section = "inference" if name == "server" else name
             raise ConfigError(
                 f"[{section}] device = {device!r}, but this machine has no GPU",
                 'set it to "auto" or "cpu", or install the GPU\'s driver',
