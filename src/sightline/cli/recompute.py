@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sightline.render import Renderer
-    from sightline.trace import Trace
     from sightline.wire.micro_batch import StepScores
 
 SECTIONS = ("algorithm", "model", "trainer")
@@ -87,61 +83,39 @@ def run(args: argparse.Namespace) -> int:
             table.add_row(label, *cells)
     sizes = [NOTHING, *(f"{step.effective_samples:.1%}" for step in steps)]
     table.add_row("effective sample size", *sizes)
-    table.add_row("largest difference of a logprob", NOTHING, *(
-        f"{max((abs(token.change) for token in compare_tokens(kept, step.scores)), default=0):.2g}"
-        for step in steps
-    ))  # fmt: skip
+    tokens = [compare_tokens(kept, step.scores) for step in steps]
+    largest = [f"{ordered[0][0]:.2g}" if ordered else NOTHING for ordered in tokens]
+    table.add_row("largest difference of a logprob", NOTHING, *largest)
     if args.overrides:
         cosine = recompute.measure_cosine(steps[0].gradient, steps[1].gradient)
         table.add_row("cosine with the gradient again", NOTHING, "1", f"{cosine:.6f}")
     console.print(table)
-    tokens = compare_tokens(kept, steps[-1].scores)
-    tokens.sort(key=lambda token: -abs(token.change))
-    print_tokens(tokens[: args.tokens], traces, load_renderer(before.model.path, store), console)
+    by_id = {trace.id: trace for trace in traces}
+    renderer = load_renderer(before.model.path, store)
+    table = Table("rollout", "node", "token", "text", "sampler", "recorded", "now", box=None)
+    for _, trace_id, number, at, *logprobs in tokens[-1][: args.tokens]:
+        node = by_id[trace_id].nodes[number]
+        text = repr(renderer.decode([int(node.token_ids.numpy()[node.sampled_start + at])]))
+        shown = map("{:.6f}".format, (node.logprobs.numpy()[at], *logprobs))
+        table.add_row(trace_id, str(number), str(at), text, *shown)
+    console.print(table)
     return 0
 
 
-class TokenChange(NamedTuple):
-    trace: str
-    node: int
-    at: int
-    """The token's index among those that the node sampled."""
-    logprobs: tuple[float, float]
-
-    @property
-    def change(self) -> float:
-        return self.logprobs[1] - self.logprobs[0]
-
-
-def compare_tokens(kept: StepScores, again: StepScores) -> list[TokenChange]:
-    """Return the logprobs of each token that both scored."""
+def compare_tokens(
+    kept: StepScores, again: StepScores
+) -> list[tuple[float, str, int, int, float, float]]:
+    """Return each token that both scored: by how much the logprobs differ, its rollout, node and
+    index among the node's sampled tokens, and both logprobs. The largest difference is first."""
     places = {(o.trace_id, o.node): (o.start, o.stop) for o in again.origins}
-    mine, theirs = kept.logprobs.numpy(), again.logprobs.numpy()
-    changes: list[TokenChange] = []
+    mine, theirs = kept.logprobs.numpy().tolist(), again.logprobs.numpy().tolist()
+    tokens = []
     for origin in kept.origins:
         start, stop = places.get((origin.trace_id, origin.node), (0, 0))
         pairs = zip(mine[origin.start : origin.stop], theirs[start:stop], strict=False)
-        changes += [
-            TokenChange(origin.trace_id, origin.node, i, (float(a), float(b)))
-            for i, (a, b) in enumerate(pairs)
-        ]
-    return changes
-
-
-def print_tokens(
-    tokens: list[TokenChange], traces: list[Trace], renderer: Renderer, console: Any
-) -> None:
-    from rich.table import Table
-
-    by_id = {trace.id: trace for trace in traces}
-    table = Table("rollout", "node", "token", "text", "sampler", "recorded", "now", box=None)
-    for token in tokens:
-        node = by_id[token.trace].nodes[token.node]
-        token_id = int(np.asarray(node.token_ids.numpy())[node.sampled_start + token.at])
-        numbers = (float(node.logprobs.numpy()[token.at]), *token.logprobs)
-        place = (token.trace, str(token.node), str(token.at))
-        table.add_row(*place, repr(renderer.decode([token_id])), *map("{:.6f}".format, numbers))
-    console.print(table)
+        for at, (a, b) in enumerate(pairs):
+            tokens.append((abs(b - a), origin.trace_id, origin.node, at, a, b))
+    return sorted(tokens, reverse=True)
 
 
 def _format(value: Any) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
+from cachetools import LRUCache
 
 from sightline.envs.judge_model import JudgeModel
 from sightline.message import user
@@ -77,8 +77,7 @@ class _Cache:
     """The newest scores, and those that are still being computed, which others wait for too."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._scores: OrderedDict[tuple[Any, ...], asyncio.Future[float]] = OrderedDict()
+        self._scores: LRUCache[tuple[Any, ...], asyncio.Future[float]] = LRUCache(size)
 
     async def get(self, key: Any, work: Callable[[], Coroutine[Any, Any, float]]) -> float:
         """Return the score `key`. The first caller computes it by `work`."""
@@ -87,8 +86,6 @@ class _Cache:
         if score is None:
             score = self._scores[loop, key] = loop.create_task(work())
             score.add_done_callback(partial(self._forget_failure, (loop, key)))
-            if len(self._scores) > self._size:
-                self._scores.popitem(last=False)
         return await asyncio.shield(score)
 
     def _forget_failure(self, key: tuple[Any, ...], done: asyncio.Future[float]) -> None:
