@@ -136,6 +136,7 @@ def _warm_up(folder: Path, task: str, steps: int) -> None:
     values["run"] = {"steps": steps}
     values["model"].pop("path")
     values["sft"].pop("output_dir")
+    values["trainer"]["device"] = "cpu"
     build_warm_model(folder, values)
 
 
@@ -157,6 +158,8 @@ def _run_cell(folder: Path, cell: tuple[str, str, int], args: argparse.Namespace
     values["run"] = {"name": name, "dir": str(folder), "seed": seed, "steps": args.steps}
     values["model"]["path"] = str((folder / task / "warm").resolve())
     values["eval"] = {"tasks": args.eval_tasks}
+    # A GPU is slower for such small models, and several runs would share it.
+    values["trainer"]["device"] = values["inference"]["device"] = "cpu"
     kept = SHARED - UNUSED.get(algorithm, set())
     settings = {key: value for key, value in values["algorithm"].items() if key in kept}
     if algorithm == "dapo":
