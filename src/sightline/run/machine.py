@@ -12,7 +12,9 @@ def has_gpu() -> bool:
     """Return whether there is a GPU driver, NVIDIA's, AMD's, or the host's under WSL, whose GPUs
     are not hidden."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not is_hidden and any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
+    return not is_hidden and any(
+        any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg")
+    )
 
 
 def runs_on_cpu(device: str) -> bool:
