@@ -11,6 +11,7 @@ BENCHMARKS = {
     "algorithms": "every algorithm by name, on two tasks with several seeds",
     "batch": "many requests at once, compared with transformers' generate",
     "failover": "the delay that lost servers cause to their rollouts",
+    "forks": "forked rollouts and flat groups, on two tasks with several seeds",
     "load": "the latency of a small request while a thousand rollouts run",
     "materialize": "images to patches, compared with transformers' image processors",
     "mismatch": "reward and gradient under sampler-trainer mismatch, with each correction",
