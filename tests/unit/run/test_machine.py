@@ -1,4 +1,4 @@
-"""What a run sees of its machine."""
+"""GPUs that are hidden from a run."""
 
 from __future__ import annotations
 
