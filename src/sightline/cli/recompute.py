@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sightline.errors import ConfigError
 
@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
     from sightline.config import RunFile, load_config
     from sightline.families import load_renderer
     from sightline.media import open_store
-    from sightline.run import RunDir
     from sightline.trace import flatten
     from sightline.trainer import recompute
     from sightline.view.events import by_step, read_events
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{override} does not change how a step is computed from its samples",
                 f"change settings of {', '.join(f'[{name}]' for name in SECTIONS)}",
             )
-    run_dir: RunDir = get_run_dir(args.folder)
+    run_dir = get_run_dir(args.folder)
     before = load_config(RunFile, run_dir.config)
     changed = load_config(RunFile, run_dir.config, args.overrides)
     if before.algorithm.teacher_server:
@@ -78,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
     table = Table("", "recorded", "again", *(["changed"] if args.overrides else []), box=None)
     for label, name in METRICS.items():
         values = [recorded.values if recorded else {}, *(step.metrics for step in steps)]
-        cells = [_format(values_of.get(name)) for values_of in values]
+        numbers = [values_of.get(name) for values_of in values]
+        cells = [NOTHING if number is None else f"{number:.6g}" for number in numbers]
         if set(cells) != {NOTHING}:
             table.add_row(label, *cells)
-    sizes = [NOTHING, *(f"{step.effective_samples:.1%}" for step in steps)]
-    table.add_row("effective sample size", *sizes)
+    table.add_row("effective sample size", NOTHING, *(f"{s.effective_samples:.1%}" for s in steps))
     tokens = [compare_tokens(kept, step.scores) for step in steps]
     largest = [f"{ordered[0][0]:.2g}" if ordered else NOTHING for ordered in tokens]
     table.add_row("largest difference of a logprob", NOTHING, *largest)
@@ -116,9 +115,3 @@ def compare_tokens(
         for at, (a, b) in enumerate(pairs):
             tokens.append((abs(b - a), origin.trace_id, origin.node, at, a, b))
     return sorted(tokens, reverse=True)
-
-
-def _format(value: Any) -> str:
-    from sightline.view.formatting import NOTHING
-
-    return f"{value:.6g}" if isinstance(value, int | float) else NOTHING

@@ -153,9 +153,12 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def check_parallel(family: Family, model: str | Path, trainer: TrainerConfig, exact: bool) -> None:
     """Raise if the trainer's ranks cannot divide the model as `[trainer]` says."""
-    check_context_parallel(family, model, trainer.context_parallel, exact)
-    check_expert_parallel(family, model, trainer.expert_parallel)
-    check_tensor_parallel(family, model, trainer.tensor_parallel)
+    if trainer.context_parallel > 1:
+        check_context_parallel(family, model, trainer.context_parallel, exact)
+    if trainer.expert_parallel > 1:
+        check_expert_parallel(family, model, trainer.expert_parallel)
+    if trainer.tensor_parallel > 1:
+        check_tensor_parallel(family, model, trainer.tensor_parallel)
 
 
 def check_context_parallel(family: Family, model: str | Path, size: int, exact: bool) -> None:

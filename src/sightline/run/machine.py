@@ -9,8 +9,7 @@ from sightline.regular_file import read_text
 
 
 def has_gpu() -> bool:
-    """Return whether there is a GPU driver, NVIDIA's, AMD's, or the host's under WSL, whose GPUs
-    are not hidden."""
+    """Return whether a GPU driver (NVIDIA's, AMD's, or the host's under WSL) has visible GPUs."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return not is_hidden and any(
         any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg")

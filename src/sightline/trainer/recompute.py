@@ -66,7 +66,8 @@ def recompute_step(
 ) -> RecomputedStep:
     """Compute `step` from the checkpoint `start`, on this process's device."""
     # Clipping would hide by how much a change scales the gradient.
-    trainer = config.trainer.model_copy(update={"max_grad_norm": math.inf, "ranks": 1})
+    alone = dict.fromkeys(("ranks", "context_parallel", "expert_parallel", "tensor_parallel"), 1)
+    trainer = config.trainer.model_copy(update={"max_grad_norm": math.inf, **alone})
     learner = build_learner(
         config.model, trainer, store, config.run.steps,
         algorithm=load_algorithm(config.algorithm), lora=config.lora, seed=config.run.seed,

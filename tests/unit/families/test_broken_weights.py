@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sightline import FamilyError
-from sightline.families import load_family, load_forward
+from sightline.config import TrainerConfig
+from sightline.families import check_parallel, load_family, load_forward
 from sightline.families.checkpoint_files import read_shapes
 from sightline.families.registry import write_tiny
 
@@ -67,3 +69,12 @@ def test_an_index_with_a_number_for_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
     with pytest.raises(FamilyError, match="/1 is missing, but model.safetensors.index.json names"):
         read_shapes(tmp_path)
+
+
+def test_a_single_rank_reads_no_number_of_heads(tiny_model: Path, tmp_path: Path) -> None:
+    """Only loading the model says what is wrong with it."""
+    path = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["num_key_value_heads"] = "x"
+    (path / "config.json").write_text(json.dumps(config))
+    check_parallel(load_family(tiny_model), path, TrainerConfig(), exact=False)

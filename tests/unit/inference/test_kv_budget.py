@@ -5,13 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from unit.inference.test_shared_prompts import ask, build
 
+from sightline.errors import ConfigError
+from sightline.families import load_family
+from sightline.inference.server_spec import ServerSpec
+from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.engine import TorchEngine
 from sightline.inference.torch_engine.kv_cache import BLOCK_SIZE, KVCache
 from sightline.inference.torch_engine.row_table import StepPlan, TorchRequest
 from sightline.media import MediaStore
+from sightline.pixels import Materializer
 from sightline.wire.generate import SamplingParams
 
 
@@ -52,3 +58,12 @@ def test_request_without_free_pages_waits_and_oversized_one_is_refused(
     assert kv.max_pages == 3 and kv.most == 2
     assert free.counters.rows_evicted == 2 and tight.counters.rows_evicted == 9
     assert long.error is not None and "a sequence of 200 tokens" in str(long.error)
+
+
+def test_sequences_beyond_the_memory_are_refused(tiny_model: Path, media: MediaStore) -> None:
+    spec = ServerSpec.of(
+        path=tiny_model, media_roots=(media.root,), device="cpu", max_model_len=10**13
+    )
+    family = load_family(tiny_model)
+    with pytest.raises(ConfigError, match="no memory for 256 x 10000000000000 tokens"):
+        build_engine(spec, family, Materializer(family, media, 1 << 20), ())

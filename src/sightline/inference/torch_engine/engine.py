@@ -31,7 +31,7 @@ from torch import Tensor
 
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.weight_transport import WeightReceiver
-from sightline.errors import EngineError
+from sightline.errors import ConfigError, EngineError
 from sightline.families import Family, Forward
 from sightline.inference.engine import Deliver, Engine
 from sightline.inference.errors import (
@@ -103,7 +103,11 @@ class TorchEngine(Engine):
         self._seeds = random.SystemRandom()
         self.features = FeatureCache(spec.inference.feature_cache_mb * MEBIBYTE)
         inference, exact = spec.inference, spec.model.exact
-        rows = RowTable(inference.max_num_seqs, inference.max_model_len, family.num_axes)
+        try:
+            rows = RowTable(inference.max_num_seqs, inference.max_model_len, family.num_axes)
+        except MemoryError as error:
+            problem = f"no memory for {inference.max_num_seqs} x {inference.max_model_len} tokens"
+            raise ConfigError(problem, "lower max_model_len or max_num_seqs") from error
         kind = RecurrentModelRunner if family.packing.carries_state else ModelRunner
         kind = WholeRowRunner if family.packing.kind == "rows" else kind
         self.runner = kind(forward, family, self.features, rows, banned, exact, max_kv_bytes)
